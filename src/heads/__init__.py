@@ -1,6 +1,7 @@
-"""Add-ons for models: `heads.lora` and `heads.pairwise`.
+"""Additions to existing models: `heads.lora` and `heads.pairwise`.
 
-The first is peft's LoRA with a leaner forward; the second says which answer is better.
+`heads.lora` fine-tunes language models with peft's LoRA layers and a leaner forward.
+`heads.pairwise` predicts which of two answers is better.
 """
 
 from model_components import __version__ as __version__

@@ -1,9 +1,11 @@
 """LoRA with peft's configs, layers and files.
 
-The package has a leaner forward, exact interchange with peft, and fine-tuning with reports.
+The layers have a leaner forward than peft's: fewer steps and fewer intermediate tensors. Adapters
+are interchangeable with peft's in both directions. `tune` fine-tunes a model and reports on the
+training.
 
-The classes of returned reports are in submodules, such as ``heads.lora.report`` and
-``heads.lora.storage``.
+The classes of the returned reports are in submodules, such as ``heads.lora.report.runs`` and
+``heads.lora.storage.merge``.
 """
 
 from model_components._lazy import attach

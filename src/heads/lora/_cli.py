@@ -1,4 +1,4 @@
-"""Commands: lora tune, lora sweep, lora show, lora merge."""
+"""The commands lora tune, lora sweep, lora show and lora merge."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def tune(
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: File or hub id of rows with messages, conversations, prompt and completion,
-            instruction and output, or text: JSON, JSON lines, CSV or TSV, also gzipped, parquet or
-            plain text.
+        rows: File or hub id of training rows. A row has the fields messages, conversations, prompt
+            and completion, instruction and output, or text. A file is JSON, JSON lines, CSV or TSV
+            (optionally gzipped), parquet or plain text.
         out: Output folder: a new path, or the folder of a run to continue.
-        eval_rows: File or hub id of held-out rows; default: a tenth of ROWS, at most 200.
-        judge: Score the answers to held-out prompts by how much likelier, in nats, the prompt makes
-            them under the model before tuning.
+        eval_rows: File or hub id of held-out rows; default: the fraction --held-out of ROWS.
+        judge: Also score the answers to held-out prompts. likelihood_gain: how much likelier, in
+            nats, the prompt makes the answer under the model before tuning.
         tune_config: Settings of the run.
         progress: Show progress bars; default: only on a terminal.
     """
@@ -70,18 +70,18 @@ def sweep(
     judge: Literal["likelihood_gain"] | None = "likelihood_gain",
     progress: bool = ON_TERMINAL,
 ) -> Report:
-    """Tune with every combination of settings in a file, and compare the runs in a table.
+    """Tune a model with every combination of settings in a file, and compare the runs in a table.
 
     To continue an interrupted sweep, give the same command again.
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: Rows as for lora tune.
-        grid: YAML file: flags of lora tune, each with a value or a list of values; or a list of
-            such grids.
+        rows: File or hub id of training rows, as for lora tune.
+        grid: YAML file that maps flags of lora tune to a value or a list of values, or a list of
+            such mappings.
         out: Output folder: a new path, or the folder of a sweep to continue.
-        eval_rows: File or hub id of held-out rows; default: a tenth of ROWS, at most 200.
-        judge: Score the answers to held-out prompts, as for lora tune.
+        eval_rows: File or hub id of held-out rows; default: a part of ROWS, as for lora tune.
+        judge: How to score the answers to held-out prompts, as for lora tune.
         progress: Show progress bars; default: only on a terminal.
     """
     from .sweep import sweep as run
@@ -98,7 +98,7 @@ def sweep(
 
 
 def read_grid(path: Path) -> Any:
-    """Return the grid in a YAML file, with underscores for the hyphens of flags.
+    """Return the grid in a YAML file, with the hyphens of flags replaced by underscores.
 
     Raises:
         ValueError: The file cannot be read, or does not contain a grid.
@@ -121,7 +121,7 @@ def read_grid(path: Path) -> Any:
     named = [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
     if any(len(one) < len(given) for one, given in zip(named, grids, strict=True)):
         raise ValueError(
-            f"sweep: expected each setting once in {path}, got one spelled with - and with _"
+            f"sweep: expected each setting once in {path}, got one twice, spelled with - and with _"
         )
     return named
 
@@ -137,13 +137,13 @@ def _numbers(value: Any) -> Any:
 
 
 def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
-    """Load an adapter and its base, in the base's dtype, after checking the adapter's file."""
+    """Load a base model in the dtype of its files, and an adapter, which is checked first."""
     from transformers import AutoModelForCausalLM
 
     from .storage.adapters import load_lora, read_shapes
 
     folder = find_folder(adapter, patterns=["*adapter_*"], operation="load_lora")
-    # before the base is loaded, which may take minutes
+    # check the adapter first, because loading the base may take minutes
     read_shapes("load_lora", folder)
     with reading(base, "load_lora"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -151,15 +151,15 @@ def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
 
 
 def show(model: str, adapter: str, /) -> Report:
-    """Print an adapter's layers, ranks, scalings and sizes of updates.
+    """Print an adapter's layers and ranks, and the scalings and sizes of its updates.
 
     Args:
-        model: Folder or hub id of the base, a causal language model.
+        model: Folder or hub id of the base model, a causal language model.
         adapter: Folder or hub id of the adapter.
     """
     from .report.adapters import lora_report
 
-    # loaded as for training; otherwise the report would not count trainable parameters
+    # loaded for training, because otherwise no parameter would count as trainable
     return lora_report(_load(find_folder(model), adapter, is_trainable=True), trained=True)
 
 
@@ -176,12 +176,12 @@ def merge(
     """Merge an adapter into its base model, and write an ordinary checkpoint.
 
     Args:
-        model: Folder or hub id of the base, a causal language model.
+        model: Folder or hub id of the base model, a causal language model.
         adapter: Folder or hub id of the adapter.
         out: Output folder: a new path, or an empty folder.
-        dtype: Dtype of the written weights, such as float32; default: the base's.
-        max_lost: Largest fraction of the updates that rounding may lose; if more would be lost,
-            nothing is written.
+        dtype: Dtype of the written weights, such as float32; default: that of the base model.
+        max_lost: Largest fraction of the updates that may be lost to rounding. If more would be
+            lost, nothing is written.
         progress: Show a progress bar; default: only on a terminal.
     """
     from model_components._folders import check_new

@@ -1,4 +1,4 @@
-"""`TuneConfig`: the settings of a tuning."""
+"""`TuneConfig`: the settings of `tune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Schedule = Literal[
     "inverse_sqrt",
     "polynomial",
 ]
-"""Learning-rate schedules that need no further settings."""
+"""Learning-rate schedules of transformers that need no further settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,45 +25,49 @@ class TuneConfig(CheckedConfig):
     """Settings of `tune`.
 
     By default, gradients are clipped from the first step, the warm-up is short, and the learning
-    rate decays to a tenth of its peak. Updates that are scaled by alpha instead of alpha / r made
-    training unstable in our measurements (docs/lora.md).
+    rate decays to a tenth of its peak. Updates are scaled by lora_alpha / r; scaling them by
+    lora_alpha alone made training unstable in our measurements (docs/lora.md).
 
     Args:
         r: Rank of the adapters; 0 trains the parameters of the model itself, without adapters.
-        lora_alpha: Updates are scaled by lora_alpha / r; default: 2 r.
-        lora_dropout: Dropout of the adapters' input.
-        target_modules: Names of adapted layers; default: all linear layers but the head.
-        use_rslora: Scale by lora_alpha / sqrt(r) instead, which is more than lora_alpha / r.
-        last_blocks: Number of transformer blocks to train, counted from the end; default: all.
+        lora_alpha: Numerator of the factor lora_alpha / r that scales the updates; default: 2 r.
+        lora_dropout: Dropout probability on the input of the adapters.
+        target_modules: Names of the layers that get adapters; default: all linear layers except the
+            head.
+        use_rslora: Scale the updates by lora_alpha / sqrt(r) instead of lora_alpha / r.
+        last_blocks: Number of transformer blocks to train, counted from the last; default: all.
         learning_rate: Peak learning rate; default: 5e-4 for adapters and 5e-5 for all parameters,
             or 2e-4 and 2e-5 in models of a billion parameters or more.
-        lr_scheduler_type: A learning-rate schedule of transformers.
-        min_lr_ratio: Last rate of the default schedule, as a fraction of the peak.
+        lr_scheduler_type: Name of a learning-rate schedule of transformers.
+        min_lr_ratio: Final learning rate of the default schedule, as a fraction of the peak. Other
+            schedules ignore this setting.
         warmup: Length of the warm-up, as a fraction of all steps.
-        max_grad_norm: Largest norm of the gradient; larger gradients are scaled down to it.
-        weight_decay: Weight decay.
-        optim: An optimizer of transformers, such as sgd or adafactor.
-        epochs: Number of passes over the rows.
-        max_steps: Number of steps, instead of epochs.
-        batch_size: Rows per batch on each device.
-        accumulation: Batches per step, whose gradients are accumulated.
-        max_length: Maximum number of tokens of an example; longer rows lose their end.
-        pack: Put the rows of a batch into one sequence instead of padding them.
-        gradient_checkpointing: Compute activations again in the backward pass, to save memory.
-        held_out: Fraction of the rows that is held out, 200 rows at most.
-        evaluations: Approximate number of evaluations of the held-out loss during training, besides
-            the one before it.
-        answers: Maximum number of held-out prompts to answer, before and after tuning.
+        max_grad_norm: Maximum norm of the gradient; larger gradients are scaled down to this norm.
+        weight_decay: Weight decay of the optimizer.
+        optim: Name of an optimizer of transformers, such as sgd or adafactor.
+        epochs: Number of passes over the training rows.
+        max_steps: Number of optimizer steps. If this is given, epochs is ignored.
+        batch_size: Number of rows in a batch on each device.
+        accumulation: Number of batches whose gradients are accumulated for one optimizer step.
+        max_length: Maximum number of tokens of an example; longer rows are truncated at the end.
+        pack: Concatenate the rows of a batch into one sequence instead of padding them.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        held_out: Fraction of the rows to hold out for evaluation, at most 200 rows. This setting is
+            ignored if held-out rows are given.
+        evaluations: Approximate number of evaluations of the held-out loss during training, in
+            addition to the one before training.
+        answers: Maximum number of held-out prompts that the model answers before and after tuning.
         answer_length: Maximum number of tokens of each answer.
         dtype: Dtype in which the model is loaded. auto: the dtype of its files, or float32 if r is
             0. Adapters are always in float32.
         merge: Also write an ordinary checkpoint, with the adapters merged into the weights. If r is
-            0, it is written anyway.
-        seed: Seed of the adapters and of the order of rows. Held-out rows do not depend on it.
+            0, the tuned model is always written.
+        seed: Seed of the initial adapters, dropout and the order of the rows. It does not affect
+            which rows are held out.
 
     Raises:
-        ValueError: A value has the wrong type or is out of range, or a setting of adapters is given
-            although r is 0.
+        ValueError: A value has the wrong type or is out of range, or a setting of the adapters is
+            given although r is 0.
     """
 
     r: Annotated[int, Range(least=0)] = 16
@@ -83,7 +87,7 @@ class TuneConfig(CheckedConfig):
     max_steps: MaybeWhole = None
     batch_size: Whole = 8
     accumulation: Whole = 1
-    # nothing predicts a first token, so an example of 1 token has no loss
+    # the first token is not predicted, so an example of 1 token has no loss
     max_length: Annotated[int, Range(least=2)] = 512
     pack: bool = False
     gradient_checkpointing: bool = False
@@ -96,8 +100,11 @@ class TuneConfig(CheckedConfig):
     seed: int = 0
 
     def problems(self) -> Iterable[str]:
-        """Yield a message for each setting of adapters that is given although r is 0."""
+        """Yield a message for each setting of the adapters that is given although r is 0."""
         names = ("lora_alpha", "lora_dropout", "target_modules", "use_rslora")
         for name in names if not self.r else ():
             if getattr(self, name):
-                yield f"{name} is {getattr(self, name)!r} with r=0, which trains without adapters"
+                yield (
+                    f"{name} is {getattr(self, name)!r} with r=0, which trains no adapters, "
+                    f"expected no {name} or an r of 1 or more"
+                )

@@ -14,12 +14,12 @@ __all__ = ["TextExamples", "check_packed_examples"]
 
 @torch.no_grad()
 def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
-    """Raise if packed examples influence each other.
+    """Raise ValueError if packed examples influence each other.
 
-    The check packs two examples and replaces the first: the logits of the second must stay the
-    same, bit by bit. TRL warns about every attention but flash attention. The decoders of
-    transformers also separate packed examples, by their position ids, with eager and SDPA
-    attention.
+    The check packs two examples into one sequence and then replaces the first. The logits of the
+    second must be exactly the same as before. TRL warns about packing with any attention
+    implementation except flash attention. However, the decoders of transformers also keep packed
+    examples apart with eager and SDPA attention, by means of the position ids.
 
     Args:
         model: A causal language model.
@@ -35,7 +35,7 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     ...     )
     ... )
     """
-    # tokens of each of the two examples
+    # number of tokens of each example
     length = 8
     device = next(model.parameters()).device
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
@@ -51,13 +51,15 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
         ]
     if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
         raise ValueError(
-            f"check_packed_examples: {type(model).__name__} returns {list(runs[0].shape)} for "
-            f"{2 * length} tokens; expected logits for every token, as from a causal language model"
+            f"check_packed_examples: {type(model).__name__} returns a tensor of shape "
+            f"{list(runs[0].shape)} for {2 * length} tokens; expected a causal language model, "
+            "which returns logits for every token"
         )
     logits = [run[:, length:] for run in runs]
     if not torch.equal(*logits):
         raise ValueError(
             "check_packed_examples: expected packed examples to be independent, but in "
-            f"{type(model).__name__} the logits of the second change with the first by up to "
-            f"{float((logits[0] - logits[1]).abs().max()):.2g}; use pack=False (TRL: packing=False)"
+            f"{type(model).__name__} the logits of the second example change by up to "
+            f"{float((logits[0] - logits[1]).abs().max()):.2g} if the first is replaced; use "
+            "pack=False (in TRL, packing=False)"
         )

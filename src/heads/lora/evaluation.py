@@ -1,4 +1,4 @@
-"""`HeldOut`: the loss of held-out rows, and judged answers to their prompts."""
+"""`HeldOut`: measure the loss on held-out rows, and score answers to their prompts."""
 
 from __future__ import annotations
 
@@ -21,39 +21,42 @@ from .judging import Judge, LikelihoodGain, judge_answers
 from .losses import answer_loss
 
 JudgeMaker = Callable[[Mapping[str, str]], Judge]
-"""A function from reference answers by prompt to a judge, such as ``partial(WinRate, model)``."""
+"""A function that takes a mapping from prompts to reference answers, and returns a judge.
+
+An example is ``partial(WinRate, model)``.
+"""
 
 ANSWERS = "answers.json"
-_GENERATED = 8  # answers per batch
+_GENERATED = 8  # answers that are generated in one batch
 
 
 def check_judge(judge: object, config: TuneConfig) -> None:
-    """Raise if ``judge`` is not a valid judge, or if no answers are generated for it."""
+    """Raise ValueError if ``judge`` is invalid, or if there are no answers for it to score."""
     if judge not in (None, "likelihood_gain") and not callable(judge):
         raise ValueError(
-            f"tune: judge is {judge!r}, expected 'likelihood_gain', None or a function of "
-            "the reference answers"
+            f"tune: judge is {judge!r}, expected 'likelihood_gain', None, or a function that takes "
+            "the reference answers and returns a judge"
         )
     if judge is not None and not config.answers:
-        raise ValueError("tune: answers is 0, expected 1 or more for the judge")
+        raise ValueError("tune: answers is 0, expected 1 or more, because a judge scores them")
 
 
 def name_of(judge: object) -> str | None:
-    """Return the name of a judge for ``run.json``."""
+    """Return the name of a judge that ``run.json`` records, or None without a judge."""
     if judge is None or isinstance(judge, str):
         return judge
-    function = getattr(judge, "func", judge)  # functools.partial wraps it
+    function = getattr(judge, "func", judge)  # functools.partial stores its function as func
     return getattr(function, "__qualname__", type(function).__name__)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The held-out loss, answers and mean score at one point of training.
+    """The held-out loss, the model's answers and their mean score at one point of training.
 
     Attributes:
-        loss: Mean loss of the held-out answers, in nats per token.
-        answers: Answers to held-out prompts.
-        score: Mean score of the answers by the judge; None without a judge.
+        loss: Mean loss on the held-out rows, in nats per supervised token.
+        answers: The model's answers to held-out prompts.
+        score: Mean score that the judge gives to the answers; None without a judge or answers.
     """
 
     loss: float
@@ -65,17 +68,18 @@ class HeldOut:
     """An evaluation of a model on held-out rows: its loss, and its answers to prompts.
 
     Args:
-        model: The model that is tuned.
-        tokenizer: Its tokenizer.
-        examples: The held-out examples. The first ``config.answers`` of them are answered, if their
-            prompts leave room for an answer.
-        collator: Makes a batch of examples.
+        model: The model that is being tuned.
+        tokenizer: The model's tokenizer.
+        examples: The held-out examples. The model answers the prompts of the first
+            ``config.answers`` of them. Examples without a prompt, or with a prompt that leaves no
+            room for an answer, are skipped.
+        collator: A function from a list of examples to a batch.
         config: The settings of the run.
 
     Attributes:
-        prompts: The prompts that are answered, as text.
-        references: The reference answers in the rows, as text.
-        ends: The tokens at which an answer ends.
+        prompts: The prompts that the model answers, as text.
+        references: The reference answers to these prompts, as text.
+        ends: The ids of the tokens that end an answer.
         progress: Whether to show progress bars.
     """
 
@@ -107,10 +111,13 @@ class HeldOut:
         self._judge: Judge | None = None
 
     def _end_tokens(self, references: Sequence[Sequence[int]]) -> list[int]:
-        """Return the model's end tokens, and the special tokens that occur in the references."""
+        """Return the ids of the model's end tokens and of special tokens in the references.
+
+        If there are none, return the id of the tokenizer's end token, or 0.
+        """
         own = self._model.generation_config.eos_token_id
         ends = [own] if isinstance(own, int) else list(own or [])
-        # base models often do not list their chat template's end-of-turn token
+        # base models often do not list the end-of-turn token of their chat template
         special = set(self._tokenizer.all_special_ids)
         trained: set[int] = set()
         for reference in references:
@@ -121,10 +128,10 @@ class HeldOut:
     def set_judge(
         self, judge: Literal["likelihood_gain"] | JudgeMaker | None, folder: Path
     ) -> None:
-        """Create the judge that was passed to `tune`.
+        """Create the judge that scores the answers from now on.
 
         Args:
-            judge: The judge, as in `tune`.
+            judge: The ``judge`` argument of `tune`.
             folder: The folder of the model before tuning.
         """
         if judge == "likelihood_gain":
@@ -149,8 +156,8 @@ class HeldOut:
 
     @torch.no_grad()
     def _answers(self) -> list[str]:
-        """Return greedy answers to the prompts."""
-        # not the model's generation config, which may sample and end at other tokens
+        """Return the model's answers to the prompts, decoded greedily."""
+        # not the model's generation config, which may sample or end at other tokens
         settings = GenerationConfig(
             max_new_tokens=self._config.answer_length,
             do_sample=False,
@@ -174,7 +181,7 @@ class HeldOut:
         return answers
 
     def write(self, out: Path, before: Measurement, after: Measurement) -> None:
-        """Write prompts, references and answers to ``answers.json``."""
+        """Write prompts, references, and answers before and after tuning to ``answers.json``."""
         columns = (self.prompts, self.references, before.answers, after.answers)
         names = ("prompt", "reference", "before", "after")
         rows = []
@@ -184,12 +191,12 @@ class HeldOut:
 
 
 def _likelihood_gain_judge(model: Any, folder: Path, tokenizer: Any) -> Judge:
-    """Return a judge of the likelihood gain under the model before tuning."""
+    """Return a judge that computes `LikelihoodGain` under the model before tuning."""
     if not isinstance(model, PeftModel):
-        # the weights themselves are trained, so the model before tuning is loaded once more
+        # the base weights are trained, so the model before tuning is loaded again
         base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         return LikelihoodGain(base.to(model.device), tokenizer)
-    # without its adapters it is the model before tuning, and no second copy is needed
+    # without its adapters, the model is as before tuning, so no second copy is needed
     tuned = LikelihoodGain(model, tokenizer)
 
     def gain(prompt: str, answer: str) -> float:

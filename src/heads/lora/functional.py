@@ -1,6 +1,6 @@
-"""`lora_linear`: a linear layer with a low-rank update that saves only x for backward.
+"""`lora_linear`: apply a linear layer with a low-rank update, saving only x for backward.
 
-Letters: I in_features, O out_features, r rank, *B any leading shape.
+Letters: I in_features, O out_features, r rank, *B any leading dimensions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def check(
     bias: Tensor | None,
     transposed: bool,
 ) -> None:
-    """Raise if shapes or dtypes do not match."""
+    """Raise ValueError if shapes or dtypes do not match."""
     if weight.dim() != 2 or lora_a.dim() != 2 or lora_b.dim() != 2 or not x.dim():
         raise ValueError(
-            f"{operation}: x is {list(x.shape)}, weight {list(weight.shape)}, lora_a "
-            f"{list(lora_a.shape)} and lora_b {list(lora_b.shape)}; expected (*B, I), (O, I), (r, "
-            "I) and (O, r)"
+            f"{operation}: expected x, weight, lora_a and lora_b of shapes (*B, I), (O, I), (r, I) "
+            f"and (O, r), got {list(x.shape)}, {list(weight.shape)}, {list(lora_a.shape)} and "
+            f"{list(lora_b.shape)}"
         )
     outs, ins = weight.shape[::-1] if transposed else weight.shape
     if x.shape[-1] != ins:
         raise ValueError(
-            f"{operation}: last dim of x {list(x.shape)} must be {ins}, the weight's input"
+            f"{operation}: x has shape {list(x.shape)}, expected a last dimension of {ins}, the "
+            "input size of the weight"
         )
     if (
         lora_a.shape[1] != ins
@@ -45,15 +46,17 @@ def check(
         or not lora_a.shape[0]
     ):
         raise ValueError(
-            f"{operation}: lora_a is {list(lora_a.shape)} and lora_b {list(lora_b.shape)}, but the "
-            f"weight {outs} x {ins} needs (r, {ins}) and ({outs}, r), r >= 1"
+            f"{operation}: lora_a and lora_b have shapes {list(lora_a.shape)} and "
+            f"{list(lora_b.shape)}, expected (r, {ins}) and ({outs}, r) with r >= 1, because the "
+            f"weight has {outs} outputs and {ins} inputs"
         )
     if bias is not None and tuple(bias.shape) != (outs,):
-        raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, expected ({outs},)")
-    # autocast casts both; the factors are cast to x's dtype and need not match
+        raise ValueError(f"{operation}: bias has shape {list(bias.shape)}, expected [{outs}]")
+    # autocast casts x and weight; the factors are always cast, so their dtypes need not match
     if autocast_dtype(x) is None and x.dtype != weight.dtype:
         raise ValueError(
-            f"{operation}: x is {x.dtype} and the weight is {weight.dtype}, expected one dtype"
+            f"{operation}: x has dtype {x.dtype} and weight has dtype {weight.dtype}, expected the "
+            "same dtype"
         )
 
 
@@ -63,8 +66,8 @@ def _check_options(operation: str, dropout_p: float, seed: Tensor | None, impl: 
         raise ValueError(f"{operation}: dropout_p is {dropout_p}, expected at least 0 and below 1")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise ValueError(
-            f"{operation}: seed has {seed.numel()} elements of {seed.dtype}, expected 1 of "
-            "torch.int64"
+            f"{operation}: the seed has {seed.numel()} elements and dtype {seed.dtype}, expected 1 "
+            "element and dtype torch.int64"
         )
 
 
@@ -83,26 +86,27 @@ def lora_linear(
 ) -> Tensor:
     """Return the output of a linear layer with a low-rank update.
 
-    It is ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``. Only x is kept until backward, which computes
-    x Aᵀ and the dropout mask again. No tensor of the output's size is created but the output. The
-    factors may have another dtype than x: they are cast, x is not.
+    The output is ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``, where drop is dropout. Of the
+    activations, only x is kept for backward, which recomputes x Aᵀ and the dropout mask. Apart from
+    the output, no tensor of its size is created. Factors whose dtype differs from that of x are
+    cast to it.
 
     Args:
-        x: Input, (*B, I).
-        weight: The base weight, (O, I), frozen or trainable.
-        lora_a: Down-projection, (r, I).
-        lora_b: Up-projection, (O, r).
-        bias: (O,) or None.
+        x: Input of shape (*B, I).
+        weight: Base weight of shape (O, I), frozen or trainable.
+        lora_a: Down-projection of shape (r, I).
+        lora_b: Up-projection of shape (O, r).
+        bias: Bias of shape (O,), or None.
         scaling: peft's ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` for rsLoRA.
         dropout_p: Probability that the update ignores an element of x; pass 0 in evaluation.
-        seed: A scalar of int64 on x's device that determines the dropout mask; None draws one from
-            torch's generator.
-        transposed: The weight is stored (I, O), as GPT-2's `Conv1D` does.
-        impl: ``"reference"`` (always used inside vmap, jvp and the like) or ``"eager"``, which
-            ``"auto"`` selects.
+        seed: An int64 scalar on x's device that determines the dropout mask. If None, the seed is
+            drawn from torch's generator.
+        transposed: Whether the weight has shape (I, O), as in GPT-2's `Conv1D`.
+        impl: ``"auto"`` or ``"eager"`` for the memory-saving implementation, ``"reference"`` for
+            the plain one. Inside vmap, jvp and other transforms, the plain one is always used.
 
     Returns:
-        (*B, O), in x's dtype, or autocast's.
+        The output of shape (*B, O), in the dtype of x or, under autocast, in autocast's dtype.
 
     Raises:
         ValueError: Shapes or dtypes do not match, or an option is unknown or out of range.
@@ -121,7 +125,7 @@ def lora_linear(
     operation = "lora_linear"
     check(operation, x, weight, lora_a, lora_b, bias, transposed)
     _check_options(operation, dropout_p, seed, impl)
-    # the autograd function of `run` has no rules for vmap and jvp
+    # the autograd function in `run` does not support vmap and jvp
     if impl == "reference" or transforming():
         if dropout_p and seed is None:
             seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)

@@ -26,23 +26,23 @@ class LikelihoodGain:
 
     Args:
         model: A causal language model, for example the model before tuning.
-        tokenizer: Its tokenizer. The chat template is not applied: pass prompts that already
-            contain it.
+        tokenizer: The model's tokenizer. Its chat template is not applied, so pass prompts to which
+            it has been applied.
 
     Raises:
-        ValueError: The tokenizer has neither a beginning nor an end token to put before a bare
-            answer.
+        ValueError: The tokenizer has neither a beginning-of-sequence token nor an end-of-sequence
+            token, one of which must precede an answer without a prompt.
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.bos_token_id is None:
-            # Qwen's tokenizers have no beginning token
+            # Qwen's tokenizers have no beginning-of-sequence token
             start = tokenizer.eos_token_id
         else:
             start = tokenizer.bos_token_id
         if start is None:
             raise ValueError(
-                "LikelihoodGain: expected a tokenizer with a bos_token or an eos_token, got neither"
+                "LikelihoodGain: expected a tokenizer with a bos_token or eos_token, got neither"
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -50,14 +50,14 @@ class LikelihoodGain:
 
     @torch.no_grad()
     def log_likelihood(self, before: Sequence[int], answer: Sequence[int]) -> float:
-        """Return the log-likelihood of an answer's tokens after those of ``before``, in nats.
+        """Return the log-likelihood of an answer's tokens given the tokens before it, in nats.
 
         Raises:
-            ValueError: ``before`` is empty, or there are more tokens in all than the model has
-                positions.
+            ValueError: ``before`` is empty, or ``before`` and ``answer`` together have more tokens
+                than the model has positions.
         """
         if not before:
-            raise ValueError("LikelihoodGain: expected a token before the answer, got none")
+            raise ValueError("LikelihoodGain: expected at least 1 token before the answer, got 0")
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
@@ -70,15 +70,15 @@ class LikelihoodGain:
         return float(torch.log_softmax(logits, -1).gather(1, ids[0, len(before) :, None]).sum())
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """Return the score in nats; an empty answer scores 0."""
-        # a chat template has written its special tokens into the prompt as text
+        """Return the score of an answer to a prompt, in nats; an empty answer scores 0."""
+        # no special tokens are added, because a chat template has written them into the prompt
         asked, said = (
             list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in (prompt, answer)
         )
         if not said:
             return 0.0
-        # a chat template may have written the start token already
+        # the chat template may have written the start token, too
         if asked[:1] != [self._start]:
             asked.insert(0, self._start)
         return self.log_likelihood(asked, said) - self.log_likelihood([self._start], said)
@@ -87,14 +87,14 @@ class LikelihoodGain:
 class WinRate:
     """A judge that returns the probability, in percent, that an answer beats a reference.
 
-    A pairwise model estimates it. A tie counts half.
+    A pairwise model estimates the probability. Half of the probability of a tie is included.
 
     Args:
         model: A trained `heads.pairwise.PairwiseModel`.
-        references: Answers to beat, by prompt.
+        references: A mapping from prompts to reference answers.
 
     Raises:
-        ValueError: The model has no ``predict``.
+        ValueError: The model has no method ``predict``.
     """
 
     def __init__(self, model: Any, references: Mapping[str, str]):
@@ -107,7 +107,7 @@ class WinRate:
         self.references = dict(references)
 
     def __call__(self, prompt: str, answer: str) -> float:
-        """Return the score, 0 to 100.
+        """Return the score of an answer to a prompt, from 0 to 100.
 
         Raises:
             ValueError: There is no reference for the prompt.
@@ -129,11 +129,12 @@ class WinRate:
 def judge_answers(
     judge: Judge, prompts: Sequence[str], answers: Sequence[str], *, progress: bool = True
 ) -> float:
-    """Return the mean score of answers.
+    """Return the mean score that a judge gives to answers.
 
     Args:
-        judge: A judge of this module, or any function of prompt and answer.
-        prompts: One for each answer.
+        judge: A judge from this module, or any function that takes a prompt and an answer and
+            returns a score.
+        prompts: The prompts, one for each answer.
         answers: The answers to judge.
         progress: Show a progress bar.
 
@@ -153,7 +154,7 @@ def judge_answers(
     """
     if len(prompts) != len(answers) or not prompts:
         raise ValueError(
-            "judge_answers: expected as many answers as prompts, at least 1, got "
+            "judge_answers: expected as many answers as prompts, and at least 1, got "
             f"{len(prompts)} prompts and {len(answers)} answers"
         )
     scores = []

@@ -1,4 +1,7 @@
-"""`LoraLinear`: peft's LoRA layers with a leaner forward."""
+"""`LoraLinear` and `LeanForward`: a leaner forward for peft's LoRA layers.
+
+The lean forward takes fewer steps, and creates fewer intermediate tensors, than peft's own forward.
+"""
 
 from __future__ import annotations
 
@@ -24,36 +27,41 @@ from model_components._checks import Range, Whole, check_choice, check_value
 from ._eager.autograd import Adapter, add_adapters, linear, run
 from .functional import IMPLS
 
-STOCK = (nn.Linear, Conv1D)  # layers whose matrix product we compute ourselves
+STOCK = (nn.Linear, Conv1D)  # base layers whose output the lean forward computes itself
 KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLinear")
-"""Classes of peft that ours can replace: their output is the base layer's plus the updates."""
+"""Names of peft's classes that have a lean version.
 
-# devices on which backward computes dropout masks again; elsewhere torch's own dropout is used,
-# which keeps one byte per element but is one launch instead of dozens
+Layers of these classes return the output of the base layer plus the updates of the adapters.
+"""
+
+# devices on which backward recomputes dropout masks; elsewhere torch's own dropout is used, which
+# keeps one byte per element but launches one kernel instead of dozens
 _DROPS_AGAIN = ("cpu",)
-_FEW = 256  # tokens up to which keeping a dropout's mask is cheaper than computing it again
-# a multiple of the break-even in flops, since a merged weight must also be written to memory
+_FEW = 256  # up to this many tokens, keeping a dropout mask is cheaper than recomputing it
+# merging must save this many times the flops that it costs, because it also writes a weight
 _MERGE_ABOVE = 2
-# exact classes only: weights of quantizers and of FSDP2 are subclasses of these. functional_call
-# replaces parameters with Tensors, lora_report with FakeTensors
+# compared by exact class, because the weights of quantizers and of FSDP2 are subclasses.
+# functional_call replaces parameters with Tensors, lora_report with FakeTensors
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
-    """A leaner forward for peft's LoRA layers, which adds the updates to the output in place.
+    """A mixin that gives peft's LoRA layers a leaner forward.
 
-    Unsupported calls run peft's own forward, see `route`. Everything but the forward is peft's:
-    parameters, state dict, merging, switching, several adapters, and one adapter per sample.
+    This forward adds the updates to the output in place where possible. Calls that it does not
+    support run peft's own forward; see `route`. Everything else is inherited from peft: parameters,
+    state dict, merging, switching between adapters, several active adapters, and one adapter per
+    sample.
 
     Attributes:
-        impl: ``"auto"``, or ``"reference"`` for peft's own forward.
+        impl: ``"auto"`` for the lean forward, or ``"reference"`` for peft's own.
     """
 
     impls: ClassVar[tuple[str, ...]] = IMPLS
     impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
-        """Compute the output; the arguments are those of peft's forward."""
+        """Return the layer's output; the arguments are those of peft's forward."""
         if self.impl not in IMPLS:
             check_choice(type(self).__name__, "impl", self.impl, IMPLS)
         # for example adapter_names, which selects an adapter for each sample
@@ -74,11 +82,12 @@ class LeanForward:
 
 
 class LoraLinear(LeanForward, lora.Linear):
-    """A frozen linear layer with a trainable low-rank update: peft's layer, with a leaner forward.
+    """A frozen linear layer with a trainable low-rank update.
 
-    It computes ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``. `from_linear` wraps one layer.
-    `inject_lora_` replaces the linear layers of any module. `accelerate_lora_` converts the layers
-    of an existing peft model.
+    It is peft's LoRA layer with a leaner forward. The output is
+    ``x Wᵀ + b + (alpha / r) (drop(x) Aᵀ) Bᵀ``, where drop is dropout. To wrap one layer, call
+    `from_linear`. `inject_lora_` replaces the linear layers of any module, and `accelerate_lora_`
+    converts the layers of an existing peft model.
 
     >>> layer = LoraLinear.from_linear(nn.Linear(4, 3), r=2)
     >>> [name for name, p in layer.named_parameters() if p.requires_grad]
@@ -100,11 +109,11 @@ class LoraLinear(LeanForward, lora.Linear):
         The update starts at zero, so the output is unchanged.
 
         Args:
-            linear: The layer; it becomes the base and is frozen.
-            r: Rank of the update, at most the smaller side of the weight.
+            linear: The layer to wrap. It becomes the base layer and is frozen.
+            r: Rank of the update, at most the smaller dimension of the weight.
             alpha: The update is multiplied by ``alpha / r``.
             dropout: Dropout probability on the input of the update.
-            impl: ``"auto"``, or ``"reference"`` for peft's own forward.
+            impl: ``"auto"`` for the lean forward, or ``"reference"`` for peft's own.
 
         Raises:
             ValueError: ``linear`` is neither an `nn.Linear` nor a `Conv1D`, or an argument is out
@@ -122,6 +131,8 @@ class LoraLinear(LeanForward, lora.Linear):
     def to_linear(self) -> nn.Module:
         """Return an ordinary linear layer with the update added to its weight.
 
+        If the adapters are disabled, the update is not added.
+
         >>> layer, x = LoraLinear.from_linear(nn.Linear(4, 3), r=2), torch.randn(5, 4)
         >>> torch.nn.init.normal_(layer.lora_B["default"].weight).shape
         torch.Size([3, 2])
@@ -134,7 +145,7 @@ class LoraLinear(LeanForward, lora.Linear):
         return twin.get_base_layer().requires_grad_(True)
 
     def reset_parameters(self) -> None:
-        """Initialize A again and set B to zero, for all adapters."""
+        """Reinitialize A and set B to zero, for all adapters."""
         for name in self.lora_A:
             self.reset_lora_parameters(name, True)
 
@@ -148,7 +159,7 @@ def inject_(
     dropout: float,
     impl: str,
 ) -> list[LoraLinear]:
-    """Replace a module's linear layers with `LoraLinear`, by peft's own injection."""
+    """Replace the named linear layers of a module with `LoraLinear`, using peft's injection."""
     check_value(operation, "r", r, Whole)
     check_value(operation, "alpha", alpha, Annotated[float, Range(above=0)])
     check_value(operation, "dropout", dropout, Annotated[float, Range(least=0, below=1)])
@@ -162,7 +173,8 @@ def inject_(
         linear: Any = module.get_submodule(name)
         if type(linear) not in STOCK:
             raise ValueError(
-                f"{operation}: {name} is a {type(linear).__name__}, expected nn.Linear or Conv1D"
+                f"{operation}: {name} is a {type(linear).__name__}, expected an nn.Linear or a "
+                "transformers Conv1D"
             )
         if r > min(linear.weight.shape):
             sizes = " x ".join(map(str, linear.weight.shape))
@@ -172,7 +184,7 @@ def inject_(
             )
     # a regular expression, because peft matches entries of a list by the end of the name
     targets = "|".join(re.escape(name) for name in names)
-    # pyrefly: ignore[bad-argument-type]: peft takes fractions, though its type says int
+    # pyrefly: ignore[bad-argument-type]: peft accepts fractions, although its type says int
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
     with quiet():
         inject_adapter_in_model(config, module)
@@ -181,10 +193,10 @@ def inject_(
         layer: Any = module.get_submodule(name)
         layer.__class__ = LoraLinear
         layer.impl = impl
-        # peft creates dropout in training mode, which would be active in an evaluated model
+        # peft creates dropout in training mode, so it would be active in evaluation
         layer.train(training[name])
         for factor in (layer.lora_A, layer.lora_B):
-            # as peft's own models do: half precision would lose small steps
+            # float32, as in peft's own models: half precision would round small steps away
             if layer.get_base_layer().weight.dtype in (torch.float16, torch.bfloat16):
                 factor.float()
         layers.append(layer)
@@ -195,7 +207,8 @@ def inject_(
 def quiet() -> Iterator[None]:
     """Silence two warnings.
 
-    One is about fan_in_fan_out, which peft corrects itself, the other about a deprecated name.
+    The first is about ``fan_in_fan_out``, which peft corrects by itself. The second is about the
+    deprecated name ``is_gradient_checkpointing``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -204,15 +217,15 @@ def quiet() -> Iterator[None]:
 
 
 def can_be_lean(kind: type) -> bool:
-    """Return whether a class is peft's own and named in `KINDS`.
+    """Return whether a class is defined by peft and has a name in `KINDS`.
 
-    A user's class with the same name does not count.
+    A class of the same name that is defined elsewhere does not count.
     """
     return kind.__name__ in KINDS and kind.__module__.startswith("peft.tuners.lora")
 
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
-    """Return all of peft's LoRA layers, by name."""
+    """Return a model's LoRA layers (the instances of peft's ``LoraLayer``), by name."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, lora.LoraLayer):
@@ -222,7 +235,10 @@ def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
 
 @cache
 def lean(kind: type) -> type:
-    """Return the lean version of a peft layer class; for a lean class, return peft's."""
+    """Return the lean version of one of peft's layer classes.
+
+    For a lean class, return peft's class.
+    """
     if kind is lora.Linear:
         return LoraLinear
     if LeanForward in kind.__bases__:
@@ -231,7 +247,7 @@ def lean(kind: type) -> type:
 
 
 class Route(NamedTuple):
-    """The parts from which one call computes a layer's output."""
+    """What the lean forward needs to compute a layer's output in one call."""
 
     base: nn.Module
     weight: Tensor | None  # None: the base layer's own forward is called
@@ -240,14 +256,14 @@ class Route(NamedTuple):
 
 
 def route(layer: Any) -> Route | str:
-    """Return the inputs of a layer's lean forward, or the reason to run peft's own forward.
+    """Return what a layer's lean forward needs, or the reason why peft's own forward must run.
 
-    This runs in every call, since adapters, hooks, dtypes and parameters may have changed since the
-    last one.
+    This function runs in every call, because adapters, hooks, dtypes and parameters may have
+    changed since the last call.
     """
     if _hooks_on_all_modules():
         return "global module hooks are registered"
-    # read from the dictionaries: attributes of modules are slow, and this runs in every call
+    # read from the dictionaries, because attribute access on modules is slow
     modules = layer._modules
     base = modules["base_layer"]
     active = layer._active_adapter or ()
@@ -258,7 +274,7 @@ def route(layer: Any) -> Route | str:
     adapters = []
     for name in (active,) if isinstance(active, str) else active:
         a = a_of.get(name)
-        # an active adapter may target other layers only
+        # an active adapter may target only other layers
         if a is None:
             continue
         b = b_of[name]
@@ -294,11 +310,13 @@ def _hooks_on_all_modules() -> bool:
 def _unsupported_adapter(layer: Any, name: str, drop: nn.Module) -> str | None:
     """Return why the lean forward does not support this adapter, or None if it does."""
     if name in layer.lora_variant:
-        return f"adapter {name!r} is a {type(layer.lora_variant[name]).__name__}"
+        return f"adapter {name!r} uses {type(layer.lora_variant[name]).__name__}"
     if layer.lora_bias.get(name):
         return f"adapter {name!r} has a bias of its own"
     if (type(drop) is not nn.Dropout and type(drop) is not nn.Identity) or _is_touched(drop):
-        return f"adapter {name!r} has a {type(drop).__name__}, or hooks on its dropout"
+        return (
+            f"the dropout of adapter {name!r} ({type(drop).__name__}) is unsupported or has hooks"
+        )
     return None
 
 
@@ -313,11 +331,11 @@ def _unsupported_factor(factor: nn.Module) -> str | None:
         return None
     if _is_sharded(weight):
         return "the weight of lora_A or lora_B is sharded"
-    return f"the weight of lora_A or lora_B is a {type(weight)}"
+    return f"the weight of lora_A or lora_B is not a plain floating-point tensor: {type(weight)}"
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Return whether calling a module runs more than the forward of its class."""
+    """Return whether a module has hooks, or a ``forward`` that replaces its class's."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -328,9 +346,9 @@ def _is_touched(module: nn.Module) -> bool:
 
 
 def _is_plain(weight: Any) -> bool:
-    """Return whether a weight is an ordinary floating-point tensor, held in full by this process.
+    """Return whether a weight is an ordinary floating-point tensor that is not sharded.
 
-    ZeRO-3 marks sharded parameters with ``ds_id``.
+    DeepSpeed ZeRO-3 marks sharded parameters with ``ds_id``.
     """
     return type(weight) in _PLAIN and weight.is_floating_point() and not hasattr(weight, "ds_id")
 
@@ -340,10 +358,10 @@ def _is_sharded(weight: object) -> bool:
 
 
 def compute(chosen_path: Route, x: Tensor) -> Tensor:
-    """Return a layer's output, by the cheapest path that supports this call."""
+    """Return a layer's output, computed in the cheapest way that supports this call."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
-    # the base layer itself: if the dtypes differ, it raises the usual error
+    # call the base layer itself: if the dtypes differ, it raises the usual error
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)
@@ -368,12 +386,12 @@ def _merges(
 ) -> bool:
     """Return whether computing ``x (W + s B A)ᵀ`` is cheaper and loses no precision.
 
-    In half precision, rounding would erase the update.
+    In half precision, rounding W + s B A would erase small updates.
     """
-    # on a GPU a launch costs more than the products that it saves
+    # on a GPU, launching one more kernel costs more than the saved products
     if x.is_cuda or x.dtype.itemsize < 4 or not adapters:
         return False
-    # backward would keep the merged weight and make its dense gradient; a compiled graph must
+    # backward would keep the merged weight and compute its dense gradient; a compiled graph must
     # not depend on the number of tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast_dtype(x) is not None:
         return False
@@ -382,14 +400,14 @@ def _merges(
         return False
     rank = sum(b.shape[1] for b in factors[1::2])
     written = weight.numel() * (rank + len(adapters))
-    # multiplications of x Aᵀ and of the product with Bᵀ; the sum is I + O in both layouts
+    # the left side counts the multiplications of x Aᵀ and of the product with Bᵀ: T r (I + O)
     return x.shape[0] * rank * sum(weight.shape) > _MERGE_ABOVE * written
 
 
 def merged(
     weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter], transposed: bool
 ) -> Tensor:
-    """Return W + Σ s B A."""
+    """Return the weight with all updates added, W + Σ s B A."""
     for a, b, one in zip(factors[::2], factors[1::2], adapters, strict=True):
         # a Conv1D's weight is (I, O), so its update is (B A)ᵀ = Aᵀ Bᵀ
         left, right = (a.T, b.T) if transposed else (b, a)

@@ -1,4 +1,4 @@
-"""Losses of language models without the logits of all tokens, for training and for evaluation."""
+"""Losses of language models for training and evaluation, without storing all logits."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from model_components._modes import evaluating, in_mode
 
 from .report.training import perplexity
 
-_PROBED = 8  # tokens on which our loss is compared with the model's
-_NEAR = 1e-3  # relative tolerance: above rounding, below the difference of another formula
+_PROBED = 8  # number of tokens on which the fused loss is compared with the model's own
+_NEAR = 1e-3  # relative tolerance: above rounding errors, below the effect of another formula
 _MORE = ("shift_labels", "return_dict", "output_hidden_states", "output_attentions")
 _MARK = "is_fused_cross_entropy"
-# names of the factor of the logits in the configs of Cohere, Muse and Falcon-H1
+# names in configs (of Cohere, Muse and Falcon-H1) of the factor by which logits are multiplied
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def fuse_cross_entropy_(model: nn.Module) -> None:
-    """Compute the loss of a causal language model without logits, in place.
+    """Make a causal language model compute its loss without storing all logits, in place.
 
-    With labels, the model's forward then returns the loss and no logits. The head runs on chunks
-    of the labeled positions, and forward computes the gradients of a chunk before the next one. So
-    training on answers to long prompts needs little more memory than the layers alone. The original
-    forward runs without labels, or if ``shift_labels``, ``return_dict``, ``output_hidden_states``
-    or ``output_attentions`` is given. Trainers and training loops need no change.
-    ``trl.SFTTrainer`` has its own fused head and does not need this. Fuse a model again after
-    unpickling it.
+    If labels are given, the model's forward then returns the loss and no logits. The head runs on
+    one chunk of the labeled positions at a time, and the forward pass computes the gradients of a
+    chunk before the next one. So training on answers to long prompts needs little more memory than
+    the layers alone. The original forward still runs if there are no labels, or if
+    ``shift_labels``, ``return_dict``, ``output_hidden_states`` or ``output_attentions`` is given.
+    Trainers and training loops need no change. ``trl.SFTTrainer`` has its own fused head and does
+    not need this function. Call the function again after unpickling a model.
 
     Args:
-        model: A transformers model, or a peft model around one. Its head may be frozen, tied,
-            trained or have an adapter.
+        model: A transformers model, or a peft model around one. The head may be frozen, trainable
+            or tied, and may have an adapter.
 
     Raises:
-        ValueError: The model has no separate head, adds a router's loss, or computes another loss
+        ValueError: The model has no separate head, adds a router's loss, or computes a loss other
             than the mean next-token cross-entropy of its head's logits, with the scale and soft cap
             of its config.
 
@@ -70,12 +70,12 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
     config = base.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "fuse_cross_entropy_: output_router_logits is True in the config, but a router's loss "
-            "would be lost; expected False"
+            "fuse_cross_entropy_: output_router_logits is True in the model's config, but the "
+            "fused loss does not include the router's loss; expected False"
         )
     _check_loss(base, "fuse_cross_entropy_")
 
-    @functools.wraps(type(base).forward)  # trainers and generate inspect its signature
+    @functools.wraps(type(base).forward)  # trainers and generate inspect this signature
     def forward(
         self: Any,
         *arguments: Any,
@@ -92,11 +92,11 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
         # a trainer's count covers the whole step: all accumulated batches, all processes
         if num_items_in_batch is not None:
             count = torch.as_tensor(num_items_in_batch, device=total.device)
-        # a batch without trained tokens gives 0 and not NaN
+        # for a batch without supervised tokens, the loss is 0 and not NaN
         return CausalLMOutput(loss=total / count.clamp(min=1))
 
     setattr(forward, _MARK, True)
-    # bound methods: a copy of the model gets methods that are bound to the copy
+    # bound methods, because a copy of the model then gets methods that are bound to the copy
     base.forward_with_logits = base.forward
     base.forward = types.MethodType(forward, base)
 
@@ -106,7 +106,7 @@ def _is_fused(base: Any) -> bool:
 
 
 def _language_model(model: nn.Module, operation: str) -> Any:
-    """Return the transformers model inside ``model``; raise if it has no body or no head."""
+    """Return the language model inside ``model``; raise ValueError if it has no body or no head."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or base.base_model is base:
         raise ValueError(
@@ -121,12 +121,12 @@ def _language_model(model: nn.Module, operation: str) -> Any:
 def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
     """Return a function from hidden states, (n, H), to logits, (n, V).
 
-    It applies the config's scale and soft cap.
+    That function applies the scale and the soft cap of the config.
     """
     head = base.get_output_embeddings()
     config = base.config.get_text_config()
     factor = 1.0
-    for name in _FACTORS:  # its name depends on the model family
+    for name in _FACTORS:  # the name depends on the model family
         value = getattr(config, name, None)
         if value is not None:
             factor = value
@@ -146,7 +146,7 @@ def _logits_of(base: Any) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def _check_loss(base: Any, operation: str) -> None:
-    """Raise if a model's loss is not the one that `_summed_loss` computes from hidden states."""
+    """Raise ValueError if a model's loss is not the one that `_summed_loss` computes."""
     device = base.get_input_embeddings().weight.device
     ids = torch.arange(_PROBED, device=device)[None]
     try:
@@ -166,7 +166,7 @@ def _check_loss(base: Any, operation: str) -> None:
 def _summed_loss(
     base: Any, labels: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the trained tokens' losses, and the number of these tokens."""
+    """Return the sum of the losses of all supervised tokens, and the number of these tokens."""
     options["use_cache"] = False
     hidden = base.base_model(*arguments, **options)[0][:, :-1].flatten(0, 1)
     head = base.get_output_embeddings()
@@ -191,10 +191,11 @@ def answer_loss(
     batch_size: int = 8,
     progress: bool = True,
 ) -> tuple[float, float]:
-    """Return the mean loss over all trained tokens, and its perplexity.
+    """Return the mean loss over all supervised tokens, and its perplexity.
 
-    The result does not depend on the batch size. A trainer's ``eval_loss`` does, because it is a
-    mean of the batches' means. Only one chunk's logits are in memory at a time.
+    Supervised tokens are those with a label other than -100. The result does not depend on the
+    batch size. A trainer's ``eval_loss`` does, because it is a mean of the means of batches. Only
+    the logits of one chunk of tokens are in memory at a time.
 
     Args:
         model: A causal language model.
@@ -205,10 +206,10 @@ def answer_loss(
         progress: Show a progress bar.
 
     Returns:
-        The loss in nats per token, and the perplexity: e to that loss.
+        The loss in nats per token, and the perplexity, which is e to the power of that loss.
 
     Raises:
-        ValueError: No token is trained, or `fuse_cross_entropy_` would reject the model.
+        ValueError: No token is supervised, or `fuse_cross_entropy_` would reject the model.
     """
     base = _language_model(model, "answer_loss")
     if not _is_fused(base):
@@ -229,8 +230,8 @@ def answer_loss(
             count += int(tokens)
     if not count:
         raise ValueError(
-            "answer_loss: expected at least one trained token, got labels that are all -100"
+            "answer_loss: expected at least one supervised token, got only labels of -100"
         )
     loss = total / count
-    # `perplexity` does not overflow, as math.exp does from 710 on
+    # `perplexity` does not overflow, whereas math.exp does from 710 on
     return loss, perplexity(loss)

@@ -1,8 +1,8 @@
-"""The definition of a LoRA layer: dense, slow, obvious, in any float dtype.
+"""The reference implementation of a LoRA layer: plain and slow, for any floating-point dtype.
 
-The fast paths are tested against it.
+The faster implementations are tested against it.
 
-Letters: T tokens, I in_features, O out_features, r rank, *B any leading shape.
+Letters: T tokens, I in_features, O out_features, r rank, *B any leading dimensions.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF  # arithmetic is modulo 2³²
+_WORD = 0xFFFFFFFF  # mask for arithmetic modulo 2³²
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Apply a bijection of 32-bit words, held in int64 (Wellons' lowbias32).
+    """Return a hash of each 32-bit word, stored as int64 (Wellons' lowbias32).
 
-    Every bit of the result depends on all bits of the word.
+    The hash is a bijection. Every bit of it depends on all bits of the word.
     """
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
@@ -26,14 +26,14 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the hash words that `keep_mask` combines, one per row and one per column.
+    """Return the hashes that `keep_mask` combines, one for each row and one for each column.
 
-    Their shapes are (rows,) and (columns,). Each word has 32 bits, stored in int64. Only the row
-    words depend on the seed, which has 64 bits.
+    Their shapes are (rows,) and (columns,). Each hash has 32 bits and is stored as int64. Only the
+    hashes of the rows depend on the seed, which has 64 bits.
     """
     low = seed & _WORD
     high = (seed >> 32) & _WORD
-    # mix the high half first: otherwise seeds with equal low ^ high would share a mask
+    # hash the high half first: otherwise seeds with equal low ^ high would share a mask
     key = _mix(low ^ _mix(high))
     at_row, at_column = (
         torch.arange(n, device=seed.device, dtype=torch.int64) for n in (rows, columns)
@@ -42,15 +42,17 @@ def dropout_codes(seed: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor
 
 
 def keep_mask(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
-    """Return a boolean mask, (rows, columns), that is False with probability ``dropout_p``.
+    """Return the boolean dropout mask of a matrix.
 
-    Each element depends only on the seed and its position.
+    Its shape is (rows, columns). Each element is False with probability ``dropout_p``, and depends
+    only on the seed and on the position of the element.
     """
     row, column = dropout_codes(seed, rows, columns)
-    # an xor alone is not enough: the four corners of any rectangle would depend on each other
+    # xor alone is not enough: the four corners of any rectangle would depend on each other
     word = ((row[:, None] ^ column[None, :]) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
-    return (word ^ 0x80000000) >= round(dropout_p * 2**32)  # flip the sign bit: the order of int32
+    # flip the sign bit, so that words are ordered as they are in int32
+    return (word ^ 0x80000000) >= round(dropout_p * 2**32)
 
 
 def lora_linear(
@@ -67,9 +69,9 @@ def lora_linear(
 ) -> Tensor:
     """Return ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``.
 
-    drop multiplies by `keep_mask`, (T, I), and divides by 1 - dropout_p.
+    ``drop`` multiplies x by `keep_mask`, of shape (T, I), and divides it by 1 - dropout_p.
     """
-    # before dropout: the base layer receives all of x
+    # before dropout, which applies only to the input of the update
     y = F.linear(x, weight.T if transposed else weight, bias)
     if dropout_p:
         assert seed is not None

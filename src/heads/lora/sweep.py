@@ -1,4 +1,4 @@
-"""`sweep`: many runs of `tune`, in one table."""
+"""`sweep`: run `tune` with many settings, and compare the runs in one table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .evaluation import JudgeMaker
 from .report.runs import TABLES, SweepReport, TuneReport
 from .training import tune
 
-_LONGEST = 100  # characters of the name of a run
+_LONGEST = 100  # maximum length of a run's name; a hash replaces the rest of a longer name
 _HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that the table leaves out
 
 Grid = Mapping[str, Any]
-"""Settings of `TuneConfig`, each with a value or a list of alternatives.
+"""A mapping from fields of `TuneConfig` to a value or a list of alternative values.
 
 A value that is itself a list must be inside a list of alternatives.
 """
@@ -41,25 +41,26 @@ def sweep(
     """Tune a model with every combination of settings, and compare the runs.
 
     Each run has its own folder in ``out``. After each run, ``runs.csv``, ``table.md`` and, with
-    matplotlib installed, ``sweep.png`` are written to ``out`` again. The same call continues an
-    interrupted sweep. A larger grid keeps the runs that are already there; the tables list the runs
-    of the newest grid. If a run fails, for example because its loss becomes NaN, the failure is
-    reported and the next run starts.
+    matplotlib installed, ``sweep.png`` are written to ``out`` again. Repeating the call continues
+    an interrupted sweep. If the grid is larger than before, existing runs are reused. The tables
+    list only the runs of the latest grid. If a run fails, for example because its loss becomes NaN,
+    the failure is reported and the next run starts.
 
     Args:
         model: Folder or hub id of a causal language model.
         rows: Training rows, as for `tune`.
-        grid: Fields of `TuneConfig`, each with a value or a list of values; a run is made for every
-            combination. A list of grids is run in order.
-        out: Output folder: new, or of a sweep of the same model.
+        grid: Fields of `TuneConfig`, each with a value or a list of values. There is one run for
+            every combination of values. A list of grids is run in order.
+        out: Output folder: a new path, or the folder of an earlier sweep of the same model.
         eval_rows: Held-out rows, as for `tune`.
-        judge: A judge of answers, as for `tune`; there is one by default, because a lower loss does
-            not prove better answers. Runs with ``answers=0`` have no score.
+        judge: The judge of the answers, as for `tune`. The default is not None, because a lower
+            loss does not prove better answers. Runs with ``answers=0`` have no score.
         progress: Show progress bars.
-        **settings: Fields of `TuneConfig` that all runs share. Here ``merge`` is False by default.
+        **settings: Fields of `TuneConfig` that all runs share. Unlike in `tune`, ``merge`` is False
+            by default.
 
     Returns:
-        The settings, losses, scores, times and memory peaks of all runs.
+        The settings, losses, scores, times and peak memory of all runs.
 
     Raises:
         ValueError: A setting is invalid, two runs are the same, ``out`` belongs to another sweep,
@@ -68,7 +69,7 @@ def sweep(
     grids = [grid] if isinstance(grid, Mapping) else list(grid)
     shared = {"merge": False, **settings}
     runs = _runs_of(grids, shared)
-    # each run reads the rows anew
+    # each run reads the rows again, but an iterator can be read only once
     rows = list(rows) if isinstance(rows, Iterator) else rows
     eval_rows = list(eval_rows) if isinstance(eval_rows, Iterator) else eval_rows
     shown = {}
@@ -80,7 +81,7 @@ def sweep(
     with RunFolder(out, {"model": str(model)}, "sweep", results=TABLES, fresh=None):
         for number, (name, one) in enumerate(runs.items(), 1):
             if progress:
-                print(f"sweep: {name}, {number} of {len(runs)}")
+                print(f"sweep: run {number} of {len(runs)}, {name}")
             try:
                 # without answers there is nothing to judge
                 has_answers = TuneConfig.from_dict({**shared, **one}).answers > 0
@@ -94,7 +95,7 @@ def sweep(
                     **{**shared, **one},
                 )
             except (RuntimeError, ValueError) as error:
-                # running out of memory is a RuntimeError, too, and the next run may be smaller
+                # an out-of-memory error is a RuntimeError, and the next run may need less memory
                 failures[name] = str(error)
                 if number == len(failures) == len(runs):  # every run failed
                     raise
@@ -104,7 +105,7 @@ def sweep(
 
 
 def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each run by run name, which lists all settings of the grid.
+    """Return the settings of each run, by a name that lists all settings of the run's grid.
 
     Raises:
         ValueError: A grid is empty, a setting is invalid, or two runs are the same.
@@ -113,7 +114,9 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
     configs: list[TuneConfig] = []
     for grid in grids:
         if not isinstance(grid, Mapping) or not grid:
-            raise ValueError(f"sweep: expected a grid of settings with values, got {grid!r:.60}")
+            raise ValueError(
+                f"sweep: expected a grid that maps settings to values, got {grid!r:.60}"
+            )
         lists = {}
         for setting, values in grid.items():
             lists[setting] = values if isinstance(values, list) else [values]
@@ -121,20 +124,24 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
             run = dict(zip(lists, values, strict=True))
             config = TuneConfig.from_dict({**shared, **run})
             name = _name_of(run)
-            # not compared by name: the order of settings, or 1 for 1.0, changes the name only
+            # compare configs: the order of settings, or 1 in place of 1.0, changes only the name
             if config in configs:
-                raise ValueError(f"sweep: expected different runs, got two of {name}")
+                raise ValueError(
+                    f"sweep: expected different settings in each run, got two of {name}"
+                )
             configs.append(config)
             runs[name] = run
         if [] in lists.values():
-            raise ValueError(f"sweep: expected values for each setting, got {grid!r:.60}")
+            raise ValueError(
+                f"sweep: expected one or more values for each setting, got {grid!r:.60}"
+            )
     if not runs:
-        raise ValueError("sweep: expected a grid of settings with values, got none")
+        raise ValueError("sweep: expected a grid that maps settings to values, got no grid")
     return runs
 
 
 def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's columns in the table: eight standard settings, then every other given one."""
+    """Return the settings of a run for the table: eight standard ones, then the others given."""
     config = TuneConfig.from_dict(settings)
     usual = {
         "model": Path(model).name,
@@ -151,7 +158,7 @@ def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(run: Mapping[str, Any]) -> str:
-    """Return the name of a run and of its folder."""
+    """Return the name of a run, which is also the name of its folder."""
     name = ",".join(f"{setting}-{value}" for setting, value in run.items())
     name = re.sub(r"[^\w.,+-]+", "_", name)
     if len(name) <= _LONGEST:

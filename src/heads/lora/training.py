@@ -41,16 +41,16 @@ from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
 from .storage.merge import merge_lora
 from .surgery.trainable import load_trainable
 
-_LARGE = 1_000_000_000  # parameters from which a model needs a lower learning rate
-# Learning rates of small and of large models. Those of small models come from a search on
-# SmolLM2-135M (docs/lora.md), those of large ones from Dettmers et al., arXiv 2305.14314, and from
-# Stanford Alpaca.
+_LARGE = 1_000_000_000  # number of parameters from which a model needs a lower learning rate
+# Default learning rates of small and of large models. Those of small models come from a search on
+# SmolLM2-135M (docs/lora.md), those of large models from Dettmers et al., arXiv 2305.14314, and
+# from Stanford Alpaca.
 _ADAPTER_RATES = (5e-4, 2e-4)
 _FULL_RATES = (5e-5, 2e-5)
-_MOST_HELD_OUT = 200  # rows
-_WATCHED = 64  # held-out rows whose loss is computed during training
+_MOST_HELD_OUT = 200  # examples
+_WATCHED = 64  # number of held-out examples whose loss is computed during training
 _SAVE_INTERVAL = 0.1  # fraction of all steps between two checkpoints
-_FINGERPRINT = 1 << 20  # bytes at the beginning and the end of a weight file that identify it
+_FINGERPRINT = 1 << 20  # bytes that are hashed at the beginning and at the end of a weight file
 _RESULTS = (REPORT, LOG, ANSWERS, CURVES, "adapter", "model")
 
 
@@ -64,42 +64,45 @@ def tune(
     progress: bool = True,
     **settings: Any,
 ) -> TuneReport:
-    """Fine-tune a language model on rows of text, and report whether that went well.
+    """Fine-tune a language model on rows of text, and report whether the training went well.
 
-    The folder ``out`` receives ``adapter`` (peft's files), ``model`` (the merged checkpoint, or the
-    tuned model if r is 0), ``answers.json``, ``log.json``, ``report.json`` and, with matplotlib
-    installed, ``curves.png``. ``model`` is missing if ``merge`` is False, or if rounding would lose
-    too much of the adapters. ``run.json`` and the newest of the ``checkpoints`` are kept, too.
+    The folder ``out`` receives ``adapter`` (peft's files, unless r is 0), ``model`` (the merged
+    checkpoint, or the tuned model if r is 0), ``answers.json``, ``log.json``, ``report.json`` and,
+    if matplotlib is installed, ``curves.png``. A merged checkpoint is not written if ``merge`` is
+    False, or if rounding would lose too much of the updates. The folder also keeps ``run.json`` and
+    the newest checkpoint of the training, in ``checkpoints``.
 
-    A checkpoint is written after every tenth of the steps. The same call continues an interrupted
-    run from its newest checkpoint. If the run has finished, the call returns its report.
+    A checkpoint is written after every tenth of the steps. Repeating the call continues an
+    interrupted run from its newest checkpoint. If the run has finished, the call returns its
+    report.
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: Training rows, or a file with rows; see `TextExamples` for their layouts.
-        out: Output folder: new, or of the same run.
-        eval_rows: Held-out rows; default: a part of the rows.
-        judge: Also score the answers to held-out prompts, before and after tuning.
-            ``"likelihood_gain"`` is `LikelihoodGain` under the model before tuning. A function is
-            passed the reference answers by prompt and returns a judge, for example
-            ``partial(WinRate, pairwise_model)``. Only its name is stored with the run.
+        rows: Training rows, or where to read them; see `TextExamples` for files and layouts.
+        out: Output folder: a new path, or the folder of the same run.
+        eval_rows: Held-out rows, in the same forms as ``rows``; default: a part of ``rows``.
+        judge: The judge that scores the answers to held-out prompts, before and after tuning. If
+            None, answers get no score. ``"likelihood_gain"`` is `LikelihoodGain` under the model
+            before tuning. A function receives a mapping from prompts to reference answers and
+            returns a judge, for example ``partial(WinRate, pairwise_model)``. Only the judge's name
+            is stored with the run.
         progress: Show progress bars.
         **settings: Fields of `TuneConfig`.
 
     Returns:
-        The losses before and after, the verdict on the curves, and the paths of the files.
+        The losses before and after tuning, the verdict on their curves, the cost, and the folder.
 
     Raises:
-        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run. In
-            these cases, nothing has been trained. Or the judge failed; then the same call, with or
-            without the judge, continues from there.
+        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run; in
+            these cases, nothing has been trained. Or the judge failed; to continue from there,
+            repeat the call with or without a judge.
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
     if not isinstance(model, (str, Path)):
         raise ValueError(
             f"tune: expected a folder or a hub id, got a {type(model).__name__}; for a model in "
-            "memory use prepare_lora"
+            "memory, use prepare_lora"
         )
     check_judge(judge, config)
     folder = find_folder(model)
@@ -112,7 +115,7 @@ def tune(
         "tune",
         contents={"rows": data.digest, "model": _fingerprint(folder)},
         checkpoints="checkpoints",
-        # no weight depends on the judge: if one failed, another may be used instead
+        # no weight depends on the judge, so another judge may replace one that failed
         may_change=("judge",),
         results=_RESULTS,
         fresh=None,
@@ -130,7 +133,7 @@ def tune(
     evaluation.set_judge(judge, folder)
     with run:
         trainer = _trainer(tuned, arguments, data, evaluation.collator)
-        # also in a continued run, because only train loads its checkpoint
+        # also right in a continued run: the weights are untuned until train loads the checkpoint
         before = evaluation.measure()
         _reset_peak()
         start = time.perf_counter()
@@ -139,8 +142,10 @@ def tune(
         peak = _peak_mb()
         notes = list(data.notes)
         if checkpoint is not None:
-            notes.append(f"continued from {checkpoint.name}; the time covers the steps since then")
-        # so that the written model stops where the trained answers end
+            notes.append(
+                f"continued from {checkpoint.name}; the time covers only the steps since then"
+            )
+        # so that the written model stops where the answers that it was trained on end
         tuned.generation_config.eos_token_id = evaluation.ends
         notes += _save(tuned, folder, out, config, progress=progress)
         after = evaluation.measure()  # last, because a judge may fail
@@ -170,13 +175,13 @@ def tune(
 
 
 def _finished(run: RunFolder, judge: str | None) -> TuneReport:
-    """Return the report of a finished run; raise if the run or its judge is another one."""
+    """Return the report of a finished run; raise ValueError if its settings or judge differ."""
     with run:  # entering raises if the folder belongs to another run
         facts = run.read() or {}
         if facts.get("judge") != judge:
             raise ValueError(
                 f"tune: expected the judge {facts.get('judge')} of the finished run in "
-                f"{run.folder}, got {judge}; name another folder"
+                f"{run.folder}, got {judge}; choose another output folder"
             )
         return read_report(run.folder)
 
@@ -184,9 +189,9 @@ def _finished(run: RunFolder, judge: str | None) -> TuneReport:
 def _load_tokenizer(folder: Path) -> Any:
     with reading(folder, "tune"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokenizer.padding_side = "right"  # else a text's first token would be predicted from padding
+    tokenizer.padding_side = "right"  # else padding would precede the first token
     if tokenizer.pad_token is None:
-        # any token will do, since padded labels are ignored
+        # any token will do, because the labels of padding are ignored
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
@@ -199,7 +204,7 @@ class _Data:
         train: The training examples.
         held_out: The held-out examples.
         digest: A hash of the rows.
-        notes: Remarks on rows that were cut or left out.
+        notes: Remarks on rows that were truncated or left out.
     """
 
     train: list[Example]
@@ -218,9 +223,11 @@ def _read_data(
     texts = TextExamples(rows, tokenizer, max_length=length)
     notes = []
     if texts.cut:
-        notes.append(f"cut to {length} tokens: {texts.cut} examples")
+        notes.append(f"truncated to {length} tokens: {texts.cut} examples")
     if texts.left_out:
-        notes.append(f"left out, without an answer: {texts.left_out} rows")
+        notes.append(
+            f"left out because they have no answer within {length} tokens: {texts.left_out} rows"
+        )
     if eval_rows is not None:
         others = TextExamples(eval_rows, tokenizer, max_length=length)
         digest = f"{texts.digest} {others.digest}"
@@ -228,18 +235,18 @@ def _read_data(
     train, held_out = split_examples(texts, config.held_out, _MOST_HELD_OUT)
     shared = len(texts) - len(train) - len(held_out)
     if shared:
-        notes.append(f"left out, with the prompt of a held-out row: {shared} examples")
+        notes.append(f"left out because a held-out row has the same prompt: {shared} examples")
     if not train:
         raise ValueError(
             "tune: expected training rows besides the held-out ones, got none: each of the "
-            f"{len(texts)} examples is held out or has the prompt of a held-out row; give rows "
-            "with other prompts, or eval_rows"
+            f"{len(texts)} examples is held out or has the same prompt as a held-out row; add rows "
+            "with other prompts, or pass eval_rows"
         )
     return _Data(train, held_out, texts.digest, notes)
 
 
 def _fingerprint(folder: Path) -> str:
-    """Return a hash of the config and of the size, beginning and end of each weight file."""
+    """Return a hash of the names, sizes, beginnings and ends of the weight files and config."""
     digest = xxhash.xxh3_128()
     paths: list[Path] = []
     for pattern in ("*.safetensors", "*.bin", "config.json"):
@@ -247,7 +254,7 @@ def _fingerprint(folder: Path) -> str:
     for path in sorted(paths):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
-        # reading gigabytes whole would delay every call
+        # reading gigabytes in full would delay every call
         with path.open("rb") as file:
             digest.update(file.read(_FINGERPRINT))
             file.seek(max(0, size - _FINGERPRINT))
@@ -256,7 +263,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _length(example: Example) -> int:
-    """Return the sort key that leaves little padding in a batch: the length."""
+    """Return the length of an example: sorting by this key reduces the padding of batches."""
     return len(example["input_ids"])
 
 
@@ -264,13 +271,13 @@ class TuneTrainer(StepTrainer):
     """A trainer whose held-out loss is the mean over all supervised tokens.
 
     Attributes:
-        evaluation_seconds: The time that evaluations took.
+        evaluation_seconds: The total time of all evaluations, in seconds.
     """
 
     evaluation_seconds = 0.0
 
     def evaluate(self, *_: object, **named: object) -> dict[str, float]:
-        """Compute and log the loss of ``eval_dataset``; arguments are ignored."""
+        """Compute and log the loss of ``eval_dataset``; the arguments are ignored."""
         start = time.perf_counter()
         collator: Any = self.data_collator
         loss, _perplexity = answer_loss(
@@ -290,28 +297,28 @@ class TuneTrainer(StepTrainer):
 
 
 class _LossBar(ProgressCallback):
-    """A progress bar that shows the newest losses after the number of steps."""
+    """A progress bar of the steps that also shows the latest losses."""
 
     def __init__(self) -> None:
         super().__init__()
         self._losses: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-        """Show the losses."""
+        """Show the logged losses in the progress bar."""
         self._losses |= {k: f"{logs[k]:.3f}" for k in ("loss", "eval_loss") if k in (logs or {})}
         if self.training_bar is not None:
             self.training_bar.set_postfix(self._losses, refresh=False)
 
 
 def _check_tokens(model: Any, tokenizer: Any, data: _Data) -> None:
-    """Raise if the tokenizer makes tokens that the model has no embedding for."""
+    """Raise ValueError if an example or the padding has a token without an embedding."""
     count = model.get_input_embeddings().weight.shape[0]
     largest = max(max(one["input_ids"]) for one in (*data.train, *data.held_out))
     largest = max(largest, tokenizer.pad_token_id)
     if largest >= count:
         raise ValueError(
-            f"tune: expected token ids below {count} (the rows of the embedding), got {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r})"
+            f"tune: expected token ids below {count} (the size of the model's embedding), got "
+            f"{largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) from the tokenizer"
         )
 
 
@@ -323,18 +330,18 @@ def _default_rate(model: nn.Module, config: TuneConfig) -> float:
 
 
 def _count_steps(data: _Data, config: TuneConfig) -> int:
-    """Return the number of steps on one device."""
+    """Return the number of optimizer steps of a run on one device."""
     if config.max_steps is not None:
         return config.max_steps
     batches = math.ceil(len(data.train) / config.batch_size)
-    # transformers also takes a step after an epoch's last batches, even if they are fewer
+    # transformers also takes a step for the last batches of an epoch if they are fewer
     return math.ceil(config.epochs * math.ceil(batches / config.accumulation))
 
 
 def _arguments(
     model: nn.Module, out: Path, config: TuneConfig, steps: int, *, is_new: bool, progress: bool
 ) -> TrainingArguments:
-    # most other schedules refuse min_lr_rate
+    # most other schedules do not accept min_lr_rate
     has_floor = config.lr_scheduler_type == "cosine_with_min_lr"
     return TrainingArguments(
         output_dir=str(out / "checkpoints"),
@@ -354,7 +361,7 @@ def _arguments(
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=max(1, round(steps / config.evaluations)),
-        eval_on_start=is_new,  # a continued run has that loss in its log
+        eval_on_start=is_new,  # a continued run has this loss in its log
         save_steps=max(1, math.ceil(_SAVE_INTERVAL * steps)),
         save_total_limit=1,
         seed=config.seed,
@@ -369,7 +376,7 @@ def _collator(tokenizer: Any, config: TuneConfig) -> Any:
 
 
 def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: Any) -> TuneTrainer:
-    # not grouped by length: such batches make the loss oscillate, which looks like spikes
+    # not grouped by length, because such batches make the loss oscillate, which looks like spikes
     trainer = TuneTrainer(
         model,
         arguments,
@@ -377,7 +384,7 @@ def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: An
         eval_dataset=sorted(data.held_out[:_WATCHED], key=_length),
         data_collator=collator,
     )
-    # a line for every step would hide everything else
+    # these callbacks print a line for every step, which would hide everything else
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
@@ -386,10 +393,10 @@ def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: An
 
 
 def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: bool) -> list[str]:
-    """Write the adapter and the checkpoint; return a remark if the merge was rejected."""
+    """Write the adapter and the tuned model; return a remark if the merge was rejected."""
     tokenizer = load_tokenizer(folder)
     if config.r:
-        # others have no folder of this machine's cache: they need the id, and the same commit
+        # other machines do not have this cache folder: they need the hub id and the same commit
         if cached := cached_commit(folder):
             for adapter in model.peft_config.values():
                 adapter.base_model_name_or_path, adapter.revision = cached
@@ -405,9 +412,9 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             relation="adapter",
             library_name="peft",
         )
-        # replaces the card that peft wrote, which is an empty form
+        # replaces the card that peft wrote, which is an unfilled template
         complete_folder(out / "adapter", card, tokenizer=tokenizer)
-    if (out / "model").exists():  # an earlier call of this run wrote it, and was then stopped
+    if (out / "model").exists():  # written by an earlier call of this run that was stopped later
         return []
     if not config.r:
         card = card_of(
@@ -424,13 +431,13 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         try:
             merge_lora(model, out / "model", tokenizer=tokenizer, progress=progress)
         except OutputError:
-            # also a ValueError, but due to a full disk or a folder in use, not a rejected merge
+            # a ValueError, too, but it means a full disk or a folder in use, not a rejected merge
             raise
         except ValueError as error:
             command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
             return [
                 f"model was not written: {error}. The adapter is saved. To merge it, run {command} "
-                "with one of the flags named above"
+                "with one of the flags that this message names"
             ]
     return []
 

@@ -234,19 +234,19 @@ def test_it_compiles_without_a_break(dropout):
 
 
 BAD = {
-    "x": ({"x": torch.ones(2, 7)}, "last dim of x [2, 7] must be 6"),
-    "a": ({"lora_a": torch.ones(2, 5)}, "needs (r, 6) and (4, r)"),
-    "rank": ({"lora_a": torch.ones(3, 6)}, "lora_a is [3, 6] and lora_b [4, 2]"),
+    "x": ({"x": torch.ones(2, 7)}, "x has shape [2, 7], expected a last dimension of 6"),
+    "a": ({"lora_a": torch.ones(2, 5)}, "expected (r, 6) and (4, r)"),
+    "rank": ({"lora_a": torch.ones(3, 6)}, "lora_a and lora_b have shapes [3, 6] and [4, 2]"),
     "no rank": ({"lora_a": torch.ones(0, 6), "lora_b": torch.ones(4, 0)}, "r >= 1"),
-    "bias": ({"bias": torch.ones(5)}, "bias has shape [5], expected (4,)"),
+    "bias": ({"bias": torch.ones(5)}, "bias has shape [5], expected [4]"),
     "dtype": (
         {"x": torch.ones(2, 6).double()},
-        "x is torch.float64 and the weight is torch.float32",
+        "x has dtype torch.float64 and weight has dtype torch.float32",
     ),
-    "dims": ({"lora_a": torch.ones(6)}, "expected (*B, I), (O, I), (r, I) and (O, r)"),
+    "dims": ({"lora_a": torch.ones(6)}, "of shapes (*B, I), (O, I), (r, I) and (O, r), got"),
     "impl": ({"impl": "fast"}, "impl is 'fast'"),
     "dropout": ({"dropout_p": 1.0}, "dropout_p is 1.0, expected at least 0 and below 1"),
-    "seed": ({"seed": torch.tensor(1.0)}, "seed has 1 elements of torch.float32"),
+    "seed": ({"seed": torch.tensor(1.0)}, "seed has 1 elements and dtype torch.float32"),
 }
 
 

@@ -125,7 +125,7 @@ def test_warnings():
         model
     )
     copied = prepared(dtype=torch.bfloat16, accelerate=False)
-    assert "go through peft's forward, which copies their input" in told(copied)
+    assert "run peft's forward, which copies their input into float32" in told(copied)
     assert not told(prepared(dtype=torch.bfloat16))
     assert not told(prepared(), base_vocab_size=96)
     assert "the head is not trained" in told(prepared(), base_vocab_size=90)

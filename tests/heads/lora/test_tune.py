@@ -207,8 +207,8 @@ def test_held_out_rows_of_ones_own(base):
 def test_rows_that_are_cut_or_left_out_are_told(base):
     rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 2)}]
     report = tuned(base, "run", rows=[*rows, {"instruction": "b", "output": ""}], max_length=12)
-    assert "cut to 12 tokens: 1 examples" in str(report)
-    assert "left out, without an answer: 1 rows" in str(report)
+    assert "truncated to 12 tokens: 1 examples" in str(report)
+    assert "left out because they have no answer within 12 tokens: 1 rows" in str(report)
 
 
 def test_a_merge_that_would_lose_the_adapter_is_told(base):
@@ -225,11 +225,14 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
         ({"rank": 4}, "TuneConfig: unknown field rank"),
         ({"learning_rat": 4}, "did you mean learning_rate"),
         ({"learning_rate": -1.0}, r"learning_rate is -1\.0, expected a finite number, above 0"),
-        ({"r": 0, "lora_alpha": 4.0}, r"lora_alpha is 4\.0 with r=0"),
+        ({"r": 0, "lora_alpha": 4.0}, r"lora_alpha is 4\.0 with r=0, .*expected no lora_alpha"),
         ({"last_blocks": 99}, "last_blocks is 99, expected at most"),
         ({"target_modules": ["nothing"]}, "nothing"),
         ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood_gain'"),
-        ({"judge": "likelihood_gain", "answers": 0}, "answers is 0, expected 1 or more"),
+        (
+            {"judge": "likelihood_gain", "answers": 0},
+            "answers is 0, expected 1 or more, because a judge",
+        ),
         ({"rows": ROWS[:1]}, "each of the 1 examples is held out"),
         ({"rows": [3]}, "a value of type int in row 1"),
         ({"optim": "adamx"}, "adamx"),
@@ -348,7 +351,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(base):
     tiny("gpt2", n_positions=16).save_pretrained(base)
     rows = [*ROWS, {"instruction": "a", "output": " ".join("abcdefghij" * 4)}]
     report = tuned(base, "run", rows=rows, answer_length=14)
-    assert "cut to 16 tokens: 1 examples" in str(report)
+    assert "truncated to 16 tokens: 1 examples" in str(report)
     assert json.loads((base.parent / "run" / "answers.json").read_text()) == []  # no room
 
 

@@ -134,7 +134,7 @@ def test_the_loss_is_of_tokens_whatever_the_batch(tmp_path):
     answer_loss(trainer.model, trainer.train_dataset, trainer.data_collator, progress=False)
     assert trainer.model.training
     bare = [{"input_ids": [3, 4], "labels": [-100, -100]}]
-    with pytest.raises(ValueError, match=r"answer_loss:.*trained"):
+    with pytest.raises(ValueError, match=r"answer_loss:.*supervised"):
         answer_loss(trainer.model, bare, trainer.data_collator, progress=False)
 
 

@@ -1,1 +1,1 @@
-"""The eager path: autograd, and the products with low-rank factors."""
+"""The eager implementation: its autograd function, and products with low-rank factors."""

@@ -1,8 +1,8 @@
-"""The autograd of a layer with LoRA adapters: in-place products, and only x saved for backward.
+"""The autograd function of a layer with LoRA adapters, which saves only x for backward.
 
-y = x Wᵀ + b, then y += s (x Aᵀ) Bᵀ in place. Backward computes x Aᵀ again, and dropout masks from
-their seeds. The least cost is the frozen layer's own two products, 4 T I O flops, and
-2 T r (3 O + 4 I) flops for each adapter.
+Forward computes y = x Wᵀ + b, then adds s (x Aᵀ) Bᵀ to y in place. Backward recomputes x Aᵀ, and
+the dropout masks from their seeds. Forward and backward of a frozen layer cost 4 T I O flops for
+the products with W, and 2 T r (3 O + 4 I) flops for each adapter.
 
 Letters: T tokens, I in_features, O out_features, r rank.
 """
@@ -27,13 +27,14 @@ from model_components._autograd import (
 from .. import reference
 from . import products
 
-# multiplications up to which float32 products are cheaper than casting float32 factors
+# up to this many multiplications, float32 products are cheaper than casting float32 factors
 _SMALL = 1 << 20
-_FEW = 1 << 15  # output elements up to which, in half precision, add_ of a product beats addmm_
+# up to this many output elements in half precision, add_ of a product is faster than addmm_
+_FEW = 1 << 15
 
 
 class Adapter(NamedTuple):
-    """One adapter's scaling and dropout."""
+    """The scaling and the dropout probability of one adapter."""
 
     scaling: float
     dropout_p: float = 0.0
@@ -47,7 +48,7 @@ class _Plan(NamedTuple):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Return what `nn.Linear`, or transformers' `Conv1D` if transposed, outputs for x (T, I)."""
+    """Return the output of `nn.Linear`, or of `Conv1D` if transposed, for x of shape (T, I)."""
     if not transposed:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -64,18 +65,18 @@ def add_adapters(
     in_place: bool = False,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Add the adapters' updates to y, by plain products.
+    """Return y plus the adapters' updates, computed with ordinary operations of torch.
 
-    So autograd, functorch and autocast work on them.
+    Therefore autograd, torch.func and autocast support this function.
 
     Args:
-        y: The layer's own output.
-        x: Its input.
-        factors: The adapters' matrices.
-        adapters: Their scaling and dropout.
+        y: The layer's output without adapters.
+        x: The layer's input.
+        factors: The matrices of the adapters.
+        adapters: The scaling and dropout of each adapter.
         in_place: Whether y may be overwritten.
-        masks: For each adapter, the factors (T, I) by which dropout multiplies x, or None. If
-            ``masks`` is None, torch's own dropout is used.
+        masks: For each adapter, the tensor (T, I) by which dropout multiplies x, or None for no
+            dropout. If ``masks`` is None, torch's own dropout is used.
     """
     autocast = autocast_dtype(x) is not None
     in_place = in_place and not autocast
@@ -95,18 +96,18 @@ def add_adapters(
 def _added(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, in_place: bool, autocast: bool
 ) -> Tensor:
-    """Add one adapter's update to y, (T, O).
+    """Return y, of shape (T, O), plus one adapter's update.
 
-    Factors of another dtype are cast to y's dtype; small products with wider factors are computed
-    in the factors' dtype instead.
+    Factors whose dtype differs from that of y are cast to it. However, small products with factors
+    of a wider dtype are computed in the wider dtype.
     """
     dtype = y.dtype
     # a compiled graph must not depend on the number of tokens
     dynamic = torch.compiler.is_compiling()
-    if autocast:  # addmm with y would round y as well
+    if autocast:  # addmm would cast y to autocast's dtype as well
         return (y + F.linear(F.linear(x, a), b) * scaling).to(dtype)
     if a.dtype != dtype:
-        # a half-precision product, however small, took 20 microseconds on the CPU that we used
+        # on the CPU that we used, even the smallest half-precision product took 20 microseconds
         small = not dynamic and x.shape[0] * (a.numel() + b.numel()) <= _SMALL
         if small and a.dtype.itemsize > dtype.itemsize:
             h = F.linear(x.to(a.dtype), a)
@@ -122,7 +123,7 @@ def _added(
 
 
 class _Tensors(NamedTuple):
-    """The tensors of `_Lora` by role, in x's dtype (autocast's dtype, if it is on)."""
+    """The weight, bias and factors of `_Lora`, cast to one dtype."""
 
     weight: Tensor
     bias: Tensor | None
@@ -151,7 +152,7 @@ def _pieces(plan: _Plan, t: _Tensors, seeds: Tensor | None, x: Tensor) -> Iterat
         if one.dropout_p:
             assert seeds is not None
             drop = products.dropout(seeds[k], x.shape[0], x.shape[1], one.dropout_p)
-        # the scale includes dropout's factor, so masks are 0 and 1
+        # the scale includes dropout's factor 1 / (1 - p), so the masks are 0 and 1
         scale = one.scaling / (1 - one.dropout_p)
         yield _Piece(t.factors[2 * k], t.factors[2 * k + 1], scale, drop)
 
@@ -161,10 +162,10 @@ class _LoraContext(Context, Protocol):
 
 
 class _Lora(torch.autograd.Function):
-    """A linear layer and its adapters, for x (T, I).
+    """The autograd function of a linear layer with adapters, for x of shape (T, I).
 
-    It saves x, the parameters and 8 bytes per dropout. The tensors after the seeds are the weight,
-    the bias or None, then A and B of each adapter.
+    It saves x, the parameters, and an 8-byte seed for each adapter with dropout. The tensors after
+    the seeds are the weight, the bias or None, and then A and B of each adapter.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ class _Lora(torch.autograd.Function):
         ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
         ctx.plan = plan
-        # not cast: a saved cast would be a second copy of the weight
+        # saved before they are cast: saving a cast weight would keep a second copy of it
         ctx.save_for_backward(x, seeds, *tensors)
         t = _Tensors.of(x.dtype, tensors)
         y = linear(x, t.weight, t.bias, plan.transposed)
@@ -204,7 +205,7 @@ class _Lora(torch.autograd.Function):
             )
         for place, tensor in enumerate(tensors):
             part = gradients[place]
-            if part is not None and tensor is not None:  # under autocast x has another dtype
+            if part is not None and tensor is not None:  # under autocast, their dtypes differ
                 gradients[place] = part.to(tensor.dtype)
         return dx, None, None, *gradients
 
@@ -219,7 +220,7 @@ def _differentiable(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again.
 
-    Autograd computes them from plain products, and saves every intermediate result.
+    Autograd computes them from ordinary products, and saves every intermediate result.
     """
     masks: list[Tensor | None] = [None] * len(plan.adapters)
     for k, one in enumerate(plan.adapters):
@@ -248,9 +249,9 @@ def run(
     transposed: bool = False,
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of a layer with its adapters, without checks.
+    """Return the output of a layer with adapters, without checking the arguments.
 
-    ``x``, (T, I), is only copied if autocast needs another dtype.
+    ``x``, of shape (T, I), is copied only if autocast requires another dtype.
     """
     adapters = tuple(adapters)
     autocast = autocast_dtype(x)

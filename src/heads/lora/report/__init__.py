@@ -1,1 +1,1 @@
-"""Reports on the cost of an adapter, on a trainer's log, and on runs."""
+"""Reports on the cost of adapters, on a trainer's log, and on runs of `tune` and `sweep`."""

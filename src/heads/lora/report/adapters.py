@@ -1,4 +1,4 @@
-"""`lora_report`: the cost of an adapter, the size of its first step, and likely mistakes."""
+"""`lora_report`: report the cost of adapters, their first step, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from ..layers import LeanForward, lora_layers
 from ..surgery.prepare import PREFIX
 
 USUAL_SCALING = (0.1, 4.0)
-"""The usual range of ``scaling``; the report warns about values outside it."""
+"""The usual range of ``scaling``. The report warns about values outside this range."""
 
 
 @dataclass(frozen=True)
 class AdapterRow:
-    """Figures of one layer's adapter.
+    """Metrics of one adapter in one layer.
 
-    Adam's first step is the gradient's sign times the learning rate, and B starts at zero. So for
-    inputs whose elements have size about 1, an output moves by up to ``scaling * Σ_k |A_k x|``,
-    about ``scaling * Σ_k ||A_k||``. This is ``first_step``.
+    Adam's first step is the sign of the gradient times the learning rate, and B starts at zero.
+    Therefore, per unit of learning rate, the step moves an output by up to
+    ``scaling * Σ_k |A_k x|``, where A_k is row k of A. If the elements of x have a size of about 1,
+    this is about ``scaling * Σ_k ||A_k||``, which is the value of ``first_step``.
 
     Attributes:
         name: Name of the layer.
         rank: Rank of the adapter.
-        scaling: Factor of the update.
+        scaling: Factor by which the update is multiplied.
         parameters: Number of parameters of the adapter.
-        first_step: The change of an output by Adam's first step, per unit of learning rate.
-        update: Size of the update of the weight, |s B A| in the Frobenius norm.
+        first_step: Estimated change of an output in Adam's first step, per unit of learning rate.
+        update: Frobenius norm of the scaled update of the weight, |s B A|.
     """
 
     name: str
@@ -51,19 +52,19 @@ class AdapterRow:
 
 @dataclass(frozen=True)
 class LoraReport(Report):
-    """Counts, bytes of a training step, adapters, and warnings.
+    """The parameter counts, memory, adapters and likely mistakes that `lora_report` found.
 
     Attributes:
-        parameters: The number of parameters of the model, with its adapters.
-        lora: The number of parameters in active adapters.
-        trainable: The number of parameters that require grad.
+        parameters: Number of parameters of the model, including its adapters.
+        lora: Number of parameters in active adapters.
+        trainable: Number of trainable parameters.
         weight_bytes: Size of all parameters.
         gradient_bytes: Size of the gradients of the trainable parameters.
-        optimizer_bytes: Size of Adam's two averages.
+        optimizer_bytes: Size of AdamW's two moments of the trainable parameters.
         activation_bytes: Size of the tensors that a training step saves for backward, or None if
             ``batch`` and ``context`` were not given.
         adapters: One entry per layer and active adapter.
-        warnings: Signs of trouble in the adapter.
+        warnings: Descriptions of likely mistakes.
     """
 
     parameters: int
@@ -77,7 +78,7 @@ class LoraReport(Report):
     warnings: tuple[str, ...]
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes that a training step holds, by kind."""
+        """Return the memory of a training step in bytes, by kind of tensor."""
         sizes = {
             "weights": self.weight_bytes,
             "gradients": self.gradient_bytes,
@@ -88,7 +89,7 @@ class LoraReport(Report):
         return sizes | {"saved activations": self.activation_bytes}
 
     def table(self) -> Table:
-        """Return the counts of parameters, and the bytes that a training step holds."""
+        """Return a table of the parameter counts and the memory of a training step."""
         counts = {
             "parameters": f"{self.parameters:,}",
             "  trainable": f"{self.trainable:,}",
@@ -100,9 +101,10 @@ class LoraReport(Report):
         return Table(("", "in all"), rows)
 
     def remarks(self) -> list[str]:
-        """List what trains, the adapters' first step, and warnings."""
-        lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters train"]
-        alike: dict[tuple[int, float], Counter[str]] = {}  # layers by the end of their names
+        """Return the trainable fraction, the ranks and sizes of the adapters, and the warnings."""
+        lines = [f"{self.trainable / max(1, self.parameters):.2%} of the parameters are trainable"]
+        # for each rank and scaling, the number of layers by the last part of their names
+        alike: dict[tuple[int, float], Counter[str]] = {}
         for row in self.adapters:
             ends = alike.setdefault((row.rank, row.scaling), Counter())
             ends[row.name.rpartition(".")[2]] += 1
@@ -112,15 +114,19 @@ class LoraReport(Report):
         # adapters on the meta device have no values
         filled = [row for row in self.adapters if math.isfinite(row.update)]
         if any(row.update for row in filled):
-            lines.append(f"updates s B A have norms of {_spread([row.update for row in filled])}")
+            lines.append(f"norms of the updates s B A: {_spread([row.update for row in filled])}")
         elif filled:
             steps = _spread([row.first_step for row in filled])
-            lines.append(f"Adam's first step moves an output by {steps} learning rates")
+            lines.append(
+                f"change of an output in Adam's first step, divided by the learning rate: {steps}"
+            )
         lines += [f"warning: {text}" for text in self.warnings]
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the bytes of a training step (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot the memory of a training step, on ``ax`` or in a new figure.
+
+        Plotting requires the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -130,10 +136,10 @@ class LoraReport(Report):
 
 
 def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
-    """Return the bytes that autograd would keep for one training step.
+    """Return the size, in bytes, of the tensors that autograd would save in one training step.
 
-    The step runs on tensors without data. For a model that generates text, it includes the loss of
-    all tokens.
+    The step runs on fake tensors, which have no data. For a generative model, the step includes the
+    loss of all tokens.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with in_mode(model, training=True), FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -146,7 +152,7 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in resident:
-                # the object is held, too: another storage could get the address of a freed one
+                # keep the object alive: another storage could reuse the address of a freed one
                 storages[storage._cdata] = storage
             return tensor
 
@@ -155,7 +161,7 @@ def saved_activation_bytes(model: nn.Module, batch: int, context: int) -> int:
         inputs: dict[str, object] = {"input_ids": ids, "use_cache": False}
         can_generate = getattr(model, "can_generate", None)
         if can_generate is not None and can_generate():
-            inputs["labels"] = ids  # its loss saves more than its logits
+            inputs["labels"] = ids  # the loss saves more tensors than the logits alone
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             output = functional_call(model, fake_tensors, kwargs=inputs)
         size = sum(storage.nbytes() for storage in storages.values())
@@ -171,20 +177,20 @@ def lora_report(
     base_vocab_size: int | None = None,
     trained: bool = False,
 ) -> LoraReport:
-    """Report counts, bytes and warnings of a peft model's LoRA adapters.
+    """Report the size, the memory and likely mistakes of a peft model's LoRA adapters.
 
     Args:
         model: A peft model.
-        batch: Samples per training step; with ``context``, the report includes the bytes of
-            activations that a step saves, without running one.
-        context: Tokens per sample.
-        base_vocab_size: The base model's original vocabulary size. If the vocabulary has grown,
-            warn about an embedding or a head that is not trained.
-        trained: Warn about every B that is zero; if False, warn only if some are zero and some are
-            not.
+        batch: Number of samples per training step. If ``batch`` and ``context`` are given, the
+            report includes the size of the activations that a step would save. No real step runs.
+        context: Number of tokens per sample.
+        base_vocab_size: The original vocabulary size of the base model. If the vocabulary has grown
+            since then, the report warns about an embedding or a head that is not trained.
+        trained: Whether the adapters have been trained. If True, the report warns about every B
+            that is zero. If False, it does so only if other Bs are not zero.
 
     Returns:
-        Counts, bytes and warnings; it prints as a table and can be drawn.
+        The report, which prints as a table and can be plotted.
 
     Raises:
         ValueError: Only one of ``batch`` and ``context`` is given.
@@ -198,7 +204,8 @@ def lora_report(
     """
     if (batch is None) != (context is None):
         raise ValueError(
-            f"lora_report: batch is {batch} and context {context}, expected both or neither"
+            f"lora_report: expected both batch and context or neither, got batch={batch} and "
+            f"context={context}"
         )
     findings = _Findings([], [], [], [])
     names = []
@@ -208,7 +215,7 @@ def lora_report(
             if adapter in layer.r:
                 findings.add(names[-1], layer, adapter)
     if not trained and len(findings.zero) == len(findings.rows):
-        findings.zero.clear()  # B begins as zero
+        findings.zero.clear()  # before training, every B is zero
     warnings = _warnings(findings)
     warnings += _unused_targets(model, names)
     if base_vocab_size is not None:
@@ -238,13 +245,13 @@ def lora_report(
 
 @dataclass(frozen=True)
 class _Findings:
-    """The figures of all adapters, and the names of the layers in which something looks wrong.
+    """The metrics of all adapters, and the names of the layers in which something looks wrong.
 
     Attributes:
-        rows: The figures.
-        zero: Layers whose B is zero.
-        broken: Layers with numbers that are not finite.
-        copied: Layers whose input peft copies into float32.
+        rows: The metrics of each adapter.
+        zero: Names of layers in which B is zero.
+        broken: Names of layers in which A or B has NaN or infinity.
+        copied: Names of layers whose input peft's forward copies into a wider dtype.
     """
 
     rows: list[AdapterRow]
@@ -253,7 +260,7 @@ class _Findings:
     copied: list[str]
 
     def add(self, name: str, layer: LoraLayer, adapter: str) -> None:
-        """Add the findings about one adapter of a layer."""
+        """Add the metrics and the problems of one adapter of a layer."""
         a, b = _factors_of(layer, adapter)
         self.rows.append(_measure_adapter(name, layer, adapter))
         if _casts_input(layer, a):
@@ -267,7 +274,7 @@ class _Findings:
 
 
 def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
-    """Return an adapter's figures; the step and the update are nan on the meta device."""
+    """Return an adapter's metrics; on the meta device, the first step and the update are NaN."""
     a, b = _factors_of(layer, adapter)
     scaling = float(layer.scaling[adapter])
     step = update = math.nan
@@ -278,7 +285,7 @@ def _measure_adapter(name: str, layer: LoraLayer, adapter: str) -> AdapterRow:
 
 
 def _casts_input(layer: LoraLayer, a: Tensor) -> bool:
-    """Return whether peft's forward copies the input into the adapter's wider dtype."""
+    """Return whether the layer runs peft's forward and copies its input into a wider dtype."""
     base = getattr(layer.get_base_layer(), "weight", a)
     return (
         base.dtype.itemsize < a.dtype.itemsize
@@ -288,7 +295,7 @@ def _casts_input(layer: LoraLayer, a: Tensor) -> bool:
 
 
 def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return A and B of an adapter, of a linear layer or an embedding."""
+    """Return the factors A and B of one adapter of a layer."""
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     a = layer.lora_A[adapter].get_parameter("weight")
@@ -296,14 +303,14 @@ def _factors_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
 
 
 def _gram(a: Tensor) -> Tensor:  # (r, r)
-    # |B A|² is the sum of the product of two small matrices, so B A is never built
+    # |B A|² is the sum of the elements of (A Aᵀ) * (Bᵀ B), so B A is never built
     rows = a.detach().float().flatten(1)
     return rows @ rows.T
 
 
 def _spread(values: Sequence[float]) -> str:
     ordered = sorted(values)
-    return f"{ordered[len(ordered) // 2]:.2g} ({ordered[0]:.2g} to {ordered[-1]:.2g})"
+    return f"median {ordered[len(ordered) // 2]:.2g} ({ordered[0]:.2g} to {ordered[-1]:.2g})"
 
 
 def _some(names: list[str]) -> str:
@@ -323,16 +330,16 @@ def _warnings(findings: _Findings) -> list[str]:
         warnings.append(f"scaling is {scaling:g} in {_some(names)}: {usual}")
     if findings.zero:
         warnings.append(
-            f"lora_B is still zero in {_some(findings.zero)}: they were not trained, or got no "
-            "gradient"
+            f"lora_B is still zero in {_some(findings.zero)}: these adapters were not trained, or "
+            "received no gradient"
         )
     if findings.broken:
         warnings.append(f"{_some(findings.broken)} have numbers that are not finite")
     if findings.copied:
         warnings.append(
-            f"{_some(findings.copied)} are float32 on a half-precision model and go through peft's "
-            "forward, which copies their input: call accelerate_lora_, or pass "
-            "autocast_adapter_dtype=False"
+            f"{_some(findings.copied)} are in float32 on a half-precision model and run peft's "
+            "forward, which copies their input into float32: call accelerate_lora_, or load the "
+            "adapters with autocast_adapter_dtype=False"
         )
     return warnings
 
@@ -341,10 +348,11 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
     """Return a warning for each target of an adapter that matched no layer."""
     warnings = []
     for name, config in getattr(model, "peft_config", {}).items():
-        if isinstance(config.target_modules, str):  # a pattern, which peft has checked
+        # peft itself rejects a pattern that matches nothing
+        if isinstance(config.target_modules, str):
             continue
         for target in sorted(config.target_modules or ()):
-            # as peft matches: whole parts at the end of a name, so proj does not match q_proj
+            # like peft, match whole parts at the end of a name: proj does not match q_proj
             if not any(f".{layer}".endswith(f".{target}") for layer in layers):
                 warnings.append(
                     f"adapter {name!r} has the target {target!r}, which matched no layer"
@@ -353,7 +361,7 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
 
 
 def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
-    """Return a warning for an embedding and a head that have grown but are not trained."""
+    """Return warnings about an embedding or a head that is not trained in a larger vocabulary."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "get_input_embeddings"):
         return []
@@ -367,8 +375,8 @@ def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
             continue
         if not any(parameter.requires_grad for parameter in table.parameters()):
             warnings.append(
-                f"the vocabulary grew from {base_vocab_size} to {size} and the {kind} is not "
-                "trained: its new rows keep their initial values; add it to modules_to_save or to "
-                "target_modules"
+                f"the vocabulary grew from {base_vocab_size} to {size}, but the {kind} is not "
+                "trained, so its new rows keep their initial values; add the layer to "
+                "modules_to_save or target_modules"
             )
     return warnings

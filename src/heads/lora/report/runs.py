@@ -30,21 +30,22 @@ class TuneReport(Report):
 
     Attributes:
         out: The output folder.
-        model: The model that was tuned.
-        train_rows: Number of training rows.
-        held_out_rows: Number of held-out rows.
+        model: Folder or hub id of the model that was tuned.
+        train_rows: Number of training examples.
+        held_out_rows: Number of held-out examples.
         trained_parameters: Number of trained parameters.
         parameters: Number of all parameters.
-        steps: Number of steps.
-        learning_rate: Peak of the learning rate.
-        loss_before: Mean loss per answer token on all held-out rows before tuning, in nats.
-        loss: The held-out loss after tuning.
-        score_before: Mean score of the answers before tuning, in the unit of the judge, or None.
-        score: The mean score after tuning.
-        seconds: Wall time of the training steps without evaluations; after an interruption, only
-            since the last checkpoint.
-        peak_mb: Peak memory during training in MiB: the GPU memory allocated, or without a GPU the
-            resident memory of the process.
+        steps: Number of optimizer steps.
+        learning_rate: Peak learning rate.
+        loss_before: Mean loss on all held-out rows before tuning, in nats per supervised token.
+        loss: The same loss after tuning.
+        score_before: Mean score of the answers before tuning, in the judge's unit; None without a
+            judge.
+        score: The same score after tuning.
+        seconds: Wall time of the training steps, without evaluations. If the run was interrupted,
+            only the steps since the last checkpoint are counted.
+        peak_mb: Peak memory during training, in MiB: the allocated GPU memory, or the resident
+            memory of the process if there is no GPU.
         notes: Remarks on rows and files.
         log: The entries of the trainer's log.
     """
@@ -68,7 +69,7 @@ class TuneReport(Report):
 
     @cached_property
     def curves(self) -> TuningReport:
-        """The curves of the losses, with their verdict."""
+        """The report on the curves of the losses, with the verdict."""
         return tuning_report(self.log)
 
     @property
@@ -77,7 +78,7 @@ class TuneReport(Report):
         return self.curves.verdict
 
     def summary(self) -> list[str]:
-        """Return a line with the numbers of rows, steps and parameters."""
+        """Return a line with the numbers of rows, steps and parameters, and the learning rate."""
         return [
             f"{self.train_rows} rows in {self.steps} steps, {self.held_out_rows} rows held out; "
             f"{self.trained_parameters:,} of {self.parameters:,} parameters trained, learning rate "
@@ -85,7 +86,7 @@ class TuneReport(Report):
         ]
 
     def table(self) -> Table:
-        """Return the held-out figures before and after."""
+        """Return a table of the held-out metrics before and after tuning."""
         columns: dict[str, tuple[str, str]] = {
             "held-out loss (all rows)": (f"{self.loss_before:.4f}", f"{self.loss:.4f}"),
             "perplexity": (f"{perplexity(self.loss_before):.2f}", f"{perplexity(self.loss):.2f}"),
@@ -96,8 +97,10 @@ class TuneReport(Report):
         return Table(("", *columns), [("before", *before), ("after", *after)])
 
     def remarks(self) -> list[str]:
-        """Return the verdict, the cost, and the paths of the files."""
-        cost = f"{self.seconds:.0f} s without evaluations, {self.peak_mb:,.0f} MiB at most"
+        """Return the verdict, the cost, the notes, and the names of the written files."""
+        cost = (
+            f"training: {self.seconds:.0f} s without evaluations, at most {self.peak_mb:,.0f} MiB"
+        )
         kinds = ("adapter", "model", CURVES, "answers.json", REPORT)
         files = [name for name in kinds if (self.out / name).exists()]
         written = f"in {self.out}: {', '.join(files)}"
@@ -110,7 +113,9 @@ class TuneReport(Report):
         return super().to_dict() | {"verdict": self.verdict}
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the losses by step (extra ``plot``).
+        """Plot the losses by step.
+
+        Plotting requires the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -118,7 +123,7 @@ class TuneReport(Report):
         return self.curves.plot(ax)
 
     def write(self) -> None:
-        """Write the picture, the log and, last, the report, which marks a run as finished."""
+        """Write the plot, the log, and last the report, which marks the run as finished."""
         save_plot(self, self.out / CURVES)
         values = self.to_dict()
         del values["out"]
@@ -136,17 +141,17 @@ def read_report(out: Path) -> TuneReport:
         values = json.loads((out / REPORT).read_text(encoding="utf-8"))
         log = json.loads((out / LOG).read_text(encoding="utf-8"))
         values["notes"] = tuple(values["notes"])
-        values.pop("verdict", None)  # it follows from the log
+        values.pop("verdict", None)  # the verdict is computed from the log
         return TuneReport(out=out, log=tuple(log), **values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"tune: {REPORT} or {LOG} in {out} cannot be read: {error}; restore them, or name "
-            "another folder"
+            f"tune: {REPORT} or {LOG} in {out} cannot be read: {error}; restore these files, or "
+            "choose another output folder"
         ) from error
 
 
 def save_plot(report: Any, path: Path) -> None:
-    """Save the plot of a report, if matplotlib is installed."""
+    """Save the plot of a report as a PNG file, if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     with new_file(path, "tune") as temporary:
@@ -156,12 +161,12 @@ def save_plot(report: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class SweepReport(Report):
-    """The runs of `sweep`.
+    """The result of `sweep`.
 
     Attributes:
-        settings: The settings of each run that the table shows, by run name.
-        runs: The report of each finished run, by run name.
-        failures: The error message of each run that failed, by run name.
+        settings: For each run, by name, the settings that the table shows.
+        runs: The reports of the finished runs, by name of the run.
+        failures: The error messages of the failed runs, by name of the run.
     """
 
     settings: Mapping[str, Mapping[str, Any]]
@@ -169,13 +174,13 @@ class SweepReport(Report):
     failures: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per run: its settings, loss, score, verdict, time and memory peak."""
+        """Return a dictionary for each run: its name, settings and, if finished, its results."""
         rows = []
         for name, settings in self.settings.items():
             row: dict[str, Any] = {"run": name, **settings}
             report = self.runs.get(name)
             if report is not None:
-                # the setting is None if the rate is the default for the model's size
+                # the setting is None if the run used the default learning rate
                 row["learning_rate"] = report.learning_rate
                 row |= {
                     "loss": round(report.loss, 4),
@@ -197,19 +202,19 @@ class SweepReport(Report):
         return 1 if self.failures else 0
 
     def whole_table(self) -> Table:
-        """Return one line per run, with all settings."""
+        """Return a table with one row per run and a column for every setting and result."""
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         cells = [["" if row.get(n) is None else str(row[n]) for n in names] for row in rows]
         return Table(names, cells)
 
     def summary(self) -> list[str]:
-        """Return the settings that all runs share."""
+        """Return a line with the settings that all runs share, if there are any."""
         shared = {name: value for name, value in self._shared().items() if value is not None}
         return ["all runs: " + ", ".join(f"{n} {v}" for n, v in shared.items())] if shared else []
 
     def table(self) -> Table:
-        """Return one line per run, without the settings that all runs share."""
+        """Return a table with one row per run, without the settings that all runs share."""
         whole = self.whole_table()
         shared = self._shared()
         kept = [i for i, name in enumerate(whole.header) if name not in shared]
@@ -217,19 +222,22 @@ class SweepReport(Report):
         return Table([whole.header[i] for i in kept], rows)
 
     def _shared(self) -> dict[str, Any]:
-        """Return the settings that are the same in all of several runs."""
+        """Return the settings that all runs share, without the learning rate.
+
+        If there is only one run, the result is empty.
+        """
         if len(self.settings) < 2:
             return {}
         first, *others = self.settings.values()
         return {
             name: value
             for name, value in first.items()
-            # a run's rate is shown even if all runs use the default for the model's size
+            # the table shows the learning rate even if all runs use the default
             if name != "learning_rate" and all(name in one and one[name] == value for one in others)
         }
 
     def remarks(self) -> list[str]:
-        """Return the best run, and the runs that failed."""
+        """Return the runs with the lowest loss and the highest score, and the failed runs."""
         lines = []
         finite = [name for name, run in self.runs.items() if math.isfinite(run.loss)]
         if finite:
@@ -244,7 +252,9 @@ class SweepReport(Report):
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the held-out loss of each run by step (extra ``plot``).
+        """Plot the held-out loss of each run by step.
+
+        Plotting requires the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -253,14 +263,14 @@ class SweepReport(Report):
         for name, report in self.runs.items():
             steps, losses = zip(*report.curves.held_out, strict=True)
             axes.plot(steps, losses, linewidth=1, label=f"{name}: {report.loss:.3f}")
-        # the legend shows the loss of all held-out rows, the curves the loss of the first ones
-        axes.set(xlabel="step", ylabel="loss of up to 64 held-out rows, nats per token")
+        # the legend shows the loss on all held-out rows, the curves only on the first ones
+        axes.set(xlabel="step", ylabel="loss on up to 64 held-out rows, nats per token")
         if self.runs:
             axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return figure
 
     def write(self, out: Path) -> None:
-        """Write ``runs.csv``, ``table.md`` and, with matplotlib installed, ``sweep.png``."""
+        """Write ``runs.csv``, ``table.md`` and, if matplotlib is installed, ``sweep.png``."""
         table = self.whole_table()
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([table.header, *table.rows])

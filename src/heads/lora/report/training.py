@@ -1,4 +1,4 @@
-"""`tuning_report`: findings about a run in a trainer's log."""
+"""`tuning_report`: find the problems of a training run in its trainer's log."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 LossLog = Sequence[tuple[int, float]]
-"""(step, loss) pairs, as a trainer logs them."""
+"""(step, loss) pairs in the order of the log."""
 
-_WINDOW = 40  # log entries before a step; their median is the usual loss there
-_FEWEST = 3  # fewest earlier entries from which that median is taken
-# standard deviations above the median that make a spike: for two of three neighbors, for one
+_WINDOW = 40  # number of earlier log entries whose median is the usual loss at a step
+_FEWEST = 3  # minimum number of earlier log entries for this median
+# a spike is above the usual loss by this many standard deviations: two nearby losses, or one
 _SUSTAINED = 5.0
 _SINGLE = 15.0
-_HUMPS = (5, 10, 20, 40)  # lengths of a hump that are tried, in log entries
-_RISE = 0.3  # nats by which a level must rise to count: a third more perplexity
-_CERTAIN = 6.0  # standard errors by which a level must rise, too
+_HUMPS = (5, 10, 20, 40)  # lengths of long and low spikes to search for, in log entries
+_RISE = 0.3  # minimum rise of a level, in nats: a third more perplexity
+_CERTAIN = 6.0  # minimum rise of a level, in standard errors
 _MEDIAN = 1.57  # variance of the median of normal noise, divided by that of the mean
-_TENTH = 10  # a level is the median of a tenth of the entries
-_LEVEL = 3  # and of at least 3
+_TENTH = 10  # a level is the median of one in this many entries, in a row
+_LEVEL = 3  # minimum number of entries in a level
 _NORMAL = 1.4826  # standard deviation of normal noise, divided by its median absolute deviation
-_ENOUGH = 5  # fewest third differences of held-out losses from which their noise is estimated
-_RISEN = 4.0  # deviations of that noise by which the last held-out loss must exceed the lowest
-_SHARE = 0.1  # fraction of the range of held-out losses that replaces their noise if there are few
+_ENOUGH = 5  # minimum number of third differences for an estimate of the noise of held-out losses
+_RISEN = 4.0  # a held-out loss rises or falls if it changes by this many deviations of that noise
+_SHARE = 0.1  # fraction of the range of held-out losses that is used if the noise is unknown
 
 
 class Spike(NamedTuple):
@@ -43,9 +43,9 @@ class Spike(NamedTuple):
         step: The step at which the loss is highest.
         loss: The loss at this step, in nats.
         usual: The median loss of the log entries before the spike.
-        entries: The number of log entries that the spike lasts.
+        entries: The number of log entries that the spike spans.
         learning_rate: The learning rate at this step, or None if it was not logged.
-        grad_norm: The gradient's norm at this step before clipping, or None if it was not logged.
+        grad_norm: The gradient norm before clipping at this step, or None if it was not logged.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Spike(NamedTuple):
     grad_norm: float | None
 
     def __str__(self) -> str:
-        """Return the spike's step, loss and length, and what else was logged at this step."""
+        """Return the spike's step, loss and length, and its rate and gradient norm if logged."""
         text = f"spike at step {self.step}: loss {self.loss:.3f}, usual {self.usual:.3f}"
         if self.entries > 1:
             text += f", over {self.entries} log entries"
@@ -68,7 +68,7 @@ class Spike(NamedTuple):
 
 
 class _LogEntry(NamedTuple):
-    """A training loss, and what was logged with it."""
+    """A training loss, with the learning rate and gradient norm that were logged with it."""
 
     step: int
     loss: float
@@ -78,20 +78,20 @@ class _LogEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningReport(Report):
-    """Findings in a trainer's log: losses, spikes, and where a run overfits.
+    """The losses in a trainer's log, and the problems that `tuning_report` found in them.
 
     Attributes:
-        train: (step, loss) of the training rows, as logged.
-        held_out: (step, loss) of the held-out rows.
+        train: The (step, loss) pairs of the training loss.
+        held_out: The (step, loss) pairs of the held-out loss.
         spikes: The jumps of the training loss.
-        overfits_from: The step of the least held-out loss, if that rose afterwards and the training
-            loss did not.
-        diverges_from: The step of the least loss, if the training loss clearly rose afterwards: the
-            rate is too high.
+        overfits_from: The step of the lowest held-out loss, if the held-out loss rose afterwards
+            and the training loss did not; otherwise None.
+        diverges_from: The step after which the training loss clearly rose, which means that the
+            learning rate is too high; None if the loss did not rise.
         breaks_at: The first step with a loss that is not finite, or the first of the final steps
-            whose gradient norms are all not finite.
+            whose gradient norms are all not finite; None without such a step.
         improves: Whether the loss was still falling at the end.
-        largest_rise: The largest rise of the held-out loss above its lowest value so far.
+        largest_rise: The largest rise of the held-out loss above its earlier minimum.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -105,7 +105,7 @@ class TuningReport(Report):
 
     @property
     def verdict(self) -> str:
-        """The gravest finding: breaks, diverges, overfits, spikes, still improves, or settled."""
+        """The most serious finding, such as ``"overfits"``, or ``"settled"`` without any."""
         findings = {
             "breaks": self.breaks_at is not None,
             "diverges": self.diverges_from is not None,
@@ -116,7 +116,7 @@ class TuningReport(Report):
         return next((name for name, found in findings.items() if found), "settled")
 
     def summary(self) -> list[str]:
-        """Return the first, last and lowest loss, and the verdict."""
+        """Return the first, last and lowest losses, and the verdict."""
         lines = []
         for name, entries in (("training", self.train), ("held out", self.held_out)):
             finite = _finite(entries)
@@ -130,7 +130,7 @@ class TuningReport(Report):
         return [*lines, f"verdict: {self.verdict}"]
 
     def remarks(self) -> list[str]:
-        """List where the run breaks, overfits, diverges and spikes."""
+        """Return a line for each problem, with the step at which it begins, if that is known."""
         lines = []
         if self.breaks_at is not None:
             lines.append(f"breaks at step {self.breaks_at}: the loss or the gradient is not finite")
@@ -147,15 +147,15 @@ class TuningReport(Report):
         lines += map(str, self.spikes)
         if self.largest_rise > _RISE:
             lines.append(
-                f"the held-out loss rose {self.largest_rise:.3f} above its earlier minimum"
+                f"the held-out loss rose by {self.largest_rise:.3f} nats from its earlier minimum"
             )
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the losses by step, with perplexity at the right.
+        """Plot the losses by step, with a scale of perplexity on the right.
 
-        Spikes are marked, and the steps from which the run overfits, diverges or breaks (extra
-        ``plot``).
+        The plot marks spikes and the step from which the run overfits, diverges or breaks. Plotting
+        requires the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -179,7 +179,7 @@ class TuningReport(Report):
         for label, step in ends.items():
             if step is not None:
                 axes.axvline(step, color="gray", linestyle=":", label=f"{label} from step {step}")
-        axes.set(xlabel="step", ylabel="loss, nats a token")
+        axes.set(xlabel="step", ylabel="loss, nats per token")
         if self.train or self.held_out:
             right = axes.secondary_yaxis("right", functions=(_exponential, _logarithm))
             right.set_ylabel("perplexity")
@@ -188,7 +188,7 @@ class TuningReport(Report):
 
 
 def _exponential(losses: object) -> np.ndarray:
-    # a secondary axis may ask for any loss; e to 710 is more than a float64 holds
+    # a secondary axis may pass any loss, and e to the power of 710 overflows a float64
     return torch.as_tensor(losses).double().clamp(max=700.0).exp().numpy()
 
 
@@ -197,8 +197,8 @@ def _logarithm(perplexities: object) -> np.ndarray:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to a loss, limited to values below the largest float."""
-    return math.exp(min(loss, 700.0))  # math.exp raises from 710 on
+    """Return the perplexity of a loss in nats, limited so that it is finite."""
+    return math.exp(min(loss, 700.0))  # math.exp overflows from 710 on
 
 
 def _finite(entries: LossLog) -> list[tuple[int, float]]:
@@ -211,36 +211,40 @@ def tuning_report(
     """Report on the log of `transformers.Trainer`, `trl.SFTTrainer` or a trainer based on them.
 
     Log often (``logging_steps=1``), and evaluate during training (``eval_strategy="steps"``). The
-    noise of a loss is estimated from its changes between log entries. The rules:
+    noise of a loss is estimated from its changes between log entries. The verdict is the first of
+    these findings that applies, or else ``settled``:
 
-    - breaks: a loss is not finite, or the last gradients are not.
-    - diverges: the training loss ends 0.3 nats and 6 standard errors above its lowest level, where
-      a level is the median of a tenth of the entries; or the held-out loss rises and a line through
-      the training losses since then climbs by 3 standard errors.
-    - overfits: the last held-out loss is above the lowest by more than the larger of ``tolerance``
-      and 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of their
-      range replaces the noise.
-    - spikes: a training loss is 15 standard deviations above the median of the 40 before it; or two
-      losses at most two entries apart are each 5 above it; or the mean of 5 to 40 losses is 0.3
-      nats and 6 standard errors above it, and the loss then falls by half of that rise. If each
-      entry is the mean of many steps, 0.3 nats and 6 standard deviations may be enough for one
-      entry. Heavy-tailed noise is still reported now and then.
-    - still improves: the last held-out loss is the least, and the evaluation a third of the run
-      earlier was higher by more than the larger of ``tolerance`` and 4 times the noise. Without
-      held-out losses: the level of the last tenth of the training losses is below that of the tenth
-      before it by 3 standard errors.
+    - breaks: a loss is not finite, or the gradients of the last steps are not finite.
+    - diverges: the training loss ends above its lowest level by more than 0.3 nats and 6 standard
+      errors, where a level is the median of a tenth of the entries. Or the held-out loss rises
+      after its minimum, and from there on a line fitted to the training losses climbs by more than
+      3 standard errors.
+    - overfits: the last held-out loss is above the lowest by more than ``tolerance`` and by more
+      than 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of the
+      range of their losses takes the place of 4 times the noise.
+    - spikes: a training loss is 15 standard deviations above the median of the 40 losses before it.
+      Or two losses, at most two entries apart, are each 5 standard deviations above this median. Or
+      the mean of 5 to 40 losses is above this median by 0.3 nats and 6 standard errors, and the
+      loss then falls by half of that rise. If each entry is the mean of many steps, 0.3 nats and 6
+      standard deviations can be enough for a single entry. Noise with heavy tails may still be
+      reported as a spike.
+    - still improves: the last held-out loss is the lowest, and it is below the loss a third of the
+      run earlier by more than ``tolerance`` and by more than 4 times the noise. Without held-out
+      losses, the last tenth of the training losses has a level below that of the tenth before it,
+      by more than 3 standard errors.
 
     Args:
         log: ``trainer.state.log_history``.
-        held_out: The name of the held-out loss; with several sets, ``eval_NAME_loss``.
-        tolerance: Smallest rise or fall of the held-out loss that counts, in nats.
+        held_out: The key of the held-out loss in the log. With several evaluation sets, the keys
+            are ``eval_NAME_loss``.
+        tolerance: The smallest rise or fall of the held-out loss that counts, in nats.
 
     Returns:
-        Losses, spikes and the verdict; it prints as text and can be plotted.
+        The report on the losses, with the verdict. It prints as text and can be plotted.
 
     Raises:
-        ValueError: The log is not a list of dicts, an entry has no number where one is expected, or
-            the log has no losses, or held-out losses with other names only.
+        ValueError: The log is not a list of dictionaries, a value in an entry is not a number, the
+            log has no losses, or its held-out losses have only other names.
 
     >>> log = [{"step": i, "loss": 2 - i / 40, "grad_norm": 1.0} for i in range(1, 31)]
     >>> log[24] |= {"loss": 9.0, "grad_norm": 70.0}
@@ -258,10 +262,10 @@ def tuning_report(
     turn = _turn(held_out_losses, tolerance)
     diverges: int | None = None
     spikes: list[Spike] = []
-    if not broken:  # Trainer logs a loss that is not finite as 0
+    if not broken:  # in a broken run, Trainer logs losses that are not finite as 0
         diverges = _diverging(entries)
         spikes = _spikes(entries)
-    # both losses rise: not overfitting, but a learning rate that is too high
+    # if both losses rise, the run does not overfit: its learning rate is too high
     if turn is not None and _rises([entry for entry in _finite(train) if entry[0] > turn]):
         diverges = turn
     improves = _improves(held_out_losses, tolerance) if held_out_losses else _falls(entries)
@@ -282,7 +286,8 @@ def _losses_of(
 ) -> tuple[list[_LogEntry], tuple[tuple[int, float], ...]]:
     """Return the training losses and the held-out losses.
 
-    Raise if the log has neither, or if its held-out losses have other names.
+    Raises:
+        ValueError: The log has neither, or its held-out losses have other names.
     """
     if isinstance(log, (str, Mapping)):
         raise ValueError(
@@ -292,8 +297,8 @@ def _losses_of(
     for entry in log:
         if not isinstance(entry, Mapping):
             raise ValueError(
-                "tuning_report: expected a list of dicts (trainer.state.log_history), got one with "
-                f"an entry of type {type(entry).__name__}"
+                "tuning_report: expected a list of dicts (trainer.state.log_history), got a list "
+                f"with an entry of type {type(entry).__name__}"
             )
     entries = []
     held_out_losses = []
@@ -307,8 +312,8 @@ def _losses_of(
         others |= {key for key in entry if key.startswith("eval_") and key.endswith("_loss")}
     if not held_out_losses and others:
         raise ValueError(
-            f"tuning_report: the log has no {held_out}; expected held_out= one of "
-            f"{', '.join(sorted(others))}"
+            f"tuning_report: the log has no {held_out!r}; expected held_out= with one of the "
+            f"held-out losses in the log: {', '.join(sorted(others))}"
         )
     if not entries and not held_out_losses:
         raise ValueError(
@@ -331,28 +336,29 @@ def _number(entry: Mapping[str, object], name: str) -> float:
         return float(value)  # pyrefly: ignore[bad-argument-type]: other types raise
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"tuning_report: an entry of the log has {name} {value!r}, expected a number"
+            f"tuning_report: an entry of the log has the {name} {value!r}, expected a number"
         ) from error
 
 
 def _step(entry: Mapping[str, object]) -> int:
     step = _number(entry, "step")
     if not math.isfinite(step):
-        raise ValueError(f"tuning_report: an entry has step {step}, expected a finite number")
+        raise ValueError(f"tuning_report: an entry has the step {step}, expected a finite number")
     return int(step)
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation of the noise in one log entry.
+    """Return the standard deviation of the noise of a logged loss.
 
-    It is estimated from changes between entries, and is at least a hundredth of the median loss.
+    It is estimated from the changes between entries, and is at least a hundredth of the median
+    loss. For fewer than two losses, it is infinite.
     """
     if len(losses) < 2:
         return math.inf
     changes = [after - before for before, after in pairwise(losses)]
     middle = statistics.median(changes)
     deviation = _NORMAL * statistics.median(abs(change - middle) for change in changes)
-    # a difference of independent noise has twice the variance
+    # the difference of two independent losses has twice the variance
     return max(deviation / 2**0.5, 0.01 * abs(statistics.median(losses)))
 
 
@@ -361,12 +367,15 @@ def _level_size(count: int) -> int:
 
 
 def _level_error(noise: float, *sizes: int) -> float:
-    """Return the standard error of the difference of two levels of these sizes."""
+    """Return the standard error of the difference between two levels with ``sizes`` entries."""
     return noise * sum(_MEDIAN / size for size in sizes) ** 0.5
 
 
 def _diverging(entries: Sequence[_LogEntry]) -> int | None:
-    """Return the step of the training loss's lowest level, if the loss ends clearly above it."""
+    """Return the step at which the training loss has its lowest level, or None.
+
+    The result is None unless the loss ends clearly above this level.
+    """
     losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))
     if len(losses) < 2 * size:
@@ -382,7 +391,8 @@ def _diverging(entries: Sequence[_LogEntry]) -> int | None:
 def _falls(entries: Sequence[_LogEntry]) -> bool:
     """Return whether the training loss still falls.
 
-    It does if the median of the last tenth is clearly below that of the tenth before.
+    This is the case if the median of the last tenth of the losses is clearly below the median of
+    the tenth before it.
     """
     losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))
@@ -393,7 +403,7 @@ def _falls(entries: Sequence[_LogEntry]) -> bool:
 
 
 def _improves(held_out: LossLog, tolerance: float) -> bool:
-    """Return whether the last held-out loss is the least, and clearly below an earlier one."""
+    """Return whether the last held-out loss is the lowest, and clearly below an earlier one."""
     losses = [loss for _, loss in _finite(held_out)]
     if len(losses) < 2 or losses[-1] > min(losses):
         return False
@@ -404,13 +414,13 @@ def _improves(held_out: LossLog, tolerance: float) -> bool:
 def _non_finite_steps(
     train: LossLog, held_out: LossLog, norms: Sequence[float | None]
 ) -> list[int]:
-    """Return the steps with a loss that is not finite, and final steps with such a gradient.
+    """Return the steps at which a loss, or a final gradient norm, is not finite.
 
-    The final steps come after the last gradient norm that is finite.
+    Final gradient norms are those after the last one that is finite.
     """
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
-        # in float16, single steps are skipped and training recovers
+        # in float16, single steps with such a norm are skipped, and training recovers
         if norm is None or math.isfinite(norm):
             break
         broken.append(step)
@@ -428,9 +438,9 @@ def _largest_rise(losses: LossLog) -> float:
 
 
 def _turn(held_out: LossLog, tolerance: float) -> int | None:
-    """Return the step of the least held-out loss, if the last loss is clearly above it.
+    """Return the step of the lowest held-out loss, or None.
 
-    Clearly means by more than tolerance and noise.
+    The result is None unless the last loss is above the lowest by more than tolerance and noise.
     """
     entries = _finite(held_out)
     if len(entries) < 2:
@@ -446,19 +456,19 @@ def _turn(held_out: LossLog, tolerance: float) -> int | None:
 
 
 def _bending(losses: Sequence[float]) -> float:
-    """Return the noise of losses along a smooth curve; 0 if there are few."""
+    """Return the standard deviation of losses around a smooth curve; 0 for fewer than 8 losses."""
     bends = []
     for a, b, c, d in zip(losses, losses[1:], losses[2:], losses[3:], strict=False):
-        bends.append(abs(d - 3 * c + 3 * b - a))  # 0 along a parabola
+        bends.append(abs(d - 3 * c + 3 * b - a))  # third difference: 0 along a parabola
     if len(bends) < _ENOUGH:
         return 0.0
-    # third differences of independent noise have 20 times the variance (1 + 9 + 9 + 1)
+    # third differences of independent noise have 20 (1 + 9 + 9 + 1) times its variance
     return _NORMAL * statistics.median(bends) / 20**0.5
 
 
 def _rises(entries: LossLog) -> bool:
-    """Return whether a line through losses climbs, by three standard errors."""
-    # in a log that was put together from several, a step may have several losses
+    """Return whether a line fitted to losses climbs by more than three standard errors."""
+    # in a log that was joined from several, a step may have several losses
     if len({step for step, _ in entries}) < 3:
         return False
     steps, losses = zip(*entries, strict=True)
@@ -473,7 +483,7 @@ def _rises(entries: LossLog) -> bool:
 
 
 def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
-    """Find losses far above the recent median; of overlapping finds, keep the clearest."""
+    """Return the spikes of the training loss; of overlapping spikes, only the clearest."""
     losses = [entry.loss for entry in entries]
     noise = _noise(losses)
     usual = [math.inf] * min(_FEWEST, len(losses))
@@ -488,7 +498,7 @@ def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
         covered = range(start, start + length)
         if not taken.isdisjoint(covered):
             continue
-        # entries near it on both sides belong to the same spike
+        # entries close to the spike, on both sides, belong to it
         margin = max(_LEVEL, length)
         taken |= set(range(start - margin, start + length + margin))
         top = entries[max(covered, key=losses.__getitem__)]
@@ -499,14 +509,14 @@ def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
 
 
 def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -> list[int]:
-    """Return the indices of entries far above the usual loss, alone or with a neighbor.
+    """Return the indices of entries far above the usual loss, alone or with a nearby entry.
 
     Args:
         entries: The training losses.
-        above: How far each is above the usual loss, in standard deviations.
-        noise: The standard deviation, in nats.
+        above: How far each loss is above the usual loss, in standard deviations of the noise.
+        noise: The standard deviation of the noise, in nats.
     """
-    # an entry that is a mean of many batches has no heavy tails
+    # the mean of many batches has no heavy tails, so a lower threshold is enough
     batches = 1.0
     if len(entries) > 1:
         batches = statistics.median(after.step - before.step for before, after in pairwise(entries))
@@ -524,9 +534,9 @@ def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -
 def _humps(
     losses: Sequence[float], usual: Sequence[float], noise: float
 ) -> list[tuple[float, int, int]]:
-    """Return stretches whose mean is clearly above the usual loss.
+    """Return stretches of entries whose mean loss is clearly above the usual loss.
 
-    Each one is a tuple of its height in standard errors, its start and its length.
+    Each stretch is a tuple of its height in standard errors, its first index and its length.
     """
     found = []
     for length in _HUMPS:

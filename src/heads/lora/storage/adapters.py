@@ -1,4 +1,4 @@
-"""`load_lora` reads peft's files after checking them."""
+"""`load_lora`: load an adapter from peft's files, after checking them."""
 
 from __future__ import annotations
 
@@ -40,26 +40,29 @@ def load_lora(
     accelerate: bool = True,
     **options: Any,
 ) -> PeftModel:
-    """Load an adapter as peft's `PeftModel.from_pretrained` does, and give it our forward.
+    """Load an adapter as peft's `PeftModel.from_pretrained` does, with the lean forward.
 
-    The checkpoint is compared with the model first.
+    Before anything is loaded, the names and shapes in the checkpoint are compared with the model,
+    unless the model is quantized.
 
     Args:
-        model: The base model, or one with adapters already, which gets one more.
-        folder: A folder with peft's two files, or a hub id.
+        model: The base model, or a `PeftModel`, to which the adapter is added.
+        folder: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``, or the hub
+            id of an adapter.
         adapter_name: Name of the adapter in this model.
         is_trainable: Whether to train the adapter further.
-        accelerate: Also call `accelerate_lora_`.
-        options: Further options of peft, such as ``autocast_adapter_dtype``; ``revision``,
-            ``token`` and ``subfolder`` say where the files are.
+        accelerate: Also call `accelerate_lora_`, which gives the layers the lean forward.
+        options: Further arguments of peft, such as ``autocast_adapter_dtype``. ``revision``,
+            ``token`` and ``subfolder`` are used to find the files.
 
     Returns:
-        The model with the adapter.
+        The `PeftModel` with the adapter.
 
     Raises:
-        ValueError: The folder or id does not exist, the adapter is not LoRA, its file is a pickle
-            or truncated, its modules, tensors or shapes do not match the model and the config, a
-            rank, an alpha or a weight is not a finite number, or ``adapter_name`` is taken.
+        ValueError: The folder or hub id does not exist, the adapter is not LoRA, its file is a
+            pickle or truncated, its modules, tensors or shapes do not match the model and the
+            config, a rank, an alpha or a weight is not a finite number, or ``adapter_name`` is
+            invalid or already in use.
 
     >>> from peft import get_peft_model
     >>> model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
@@ -74,11 +77,11 @@ def load_lora(
     check_adapter_name(operation, adapter_name)
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
         raise ValueError(
-            f"{operation}: the model has an adapter {adapter_name!r} already; expected another "
+            f"{operation}: the model already has an adapter {adapter_name!r}; expected another "
             "adapter_name"
         )
     hub = {}
-    for name in ("revision", "token"):  # peft then reads a local folder, and needs neither
+    for name in ("revision", "token"):  # peft reads the local folder and needs neither
         if name in options:
             hub[name] = options.pop(name)
     path = find_folder(folder, patterns=["*adapter_*"], operation=operation, **hub)
@@ -88,7 +91,7 @@ def load_lora(
         config = PeftConfig.from_pretrained(str(path))
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"{operation}: {path} holds an adapter of {config.peft_type}, expected LoRA"
+            f"{operation}: the adapter in {path} is of type {config.peft_type}, expected LORA"
         )
     with reading(path / "adapter_config.json", operation):
         check_numbers(f"{operation}: {path / 'adapter_config.json'}", config)
@@ -115,11 +118,11 @@ def load_lora(
 
 
 def _check_patterns(operation: str, path: Path, config: LoraConfig, model: nn.Module) -> None:
-    """Raise for patterns that would keep peft matching without end."""
+    """Raise ValueError for regular expressions that would take peft too long to match."""
     patterns: list[str] = []
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = getattr(config, name)
-        # a list of modules holds names, which are compared; a list of layers holds patterns
+        # in a list, modules are plain names, but entries of layers_pattern are patterns
         if isinstance(value, str):
             patterns.append(value)
         elif name == "layers_pattern":
@@ -140,21 +143,23 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         file_names = sorted(file.name for file in path.iterdir())
         why = ""
         if "adapter_model.bin" in file_names:
-            why = " (a pickle can run code: save it again with safetensors)"
-        raise ValueError(f"{operation}: {path} has no {WEIGHTS}{why}; it holds {file_names}")
+            why = "; adapter_model.bin is a pickle, which can run code: save it with safetensors"
+        raise ValueError(f"{operation}: expected {WEIGHTS} in {path}, got {file_names}{why}")
     shapes = {}
     with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:
         for name in file.keys():  # noqa: SIM118, not a mapping
             tensor = file.get_tensor(name)
-            # a module that is saved whole may have counters, which are whole numbers
+            # a module that is saved in full may have counters, which are integers
             narrow = not tensor.is_floating_point() or tensor.dtype.itemsize < 2
             if ".lora_" in name and narrow:
                 raise ValueError(
-                    f"{operation}: {name} in {path} is {tensor.dtype}, expected a "
+                    f"{operation}: {name} in {path} has dtype {tensor.dtype}, expected a "
                     "floating-point dtype of 16 bits or more"
                 )
             if not torch.isfinite(tensor).all():
-                raise ValueError(f"{operation}: {name} in {path} has numbers that are not finite")
+                raise ValueError(
+                    f"{operation}: expected finite numbers in {path}, got NaN or infinity in {name}"
+                )
             shapes[name] = tuple(tensor.shape)
     return shapes
 
@@ -166,9 +171,9 @@ def _compare(
     base: nn.Module,
     config: LoraConfig,
 ) -> None:
-    """Raise if a checkpoint does not fit the model.
+    """Raise ValueError if a checkpoint does not fit the model.
 
-    ``base`` is a copy on the meta device, and is changed.
+    ``base`` is a copy of the model on the meta device, and is changed.
     """
     of = f"{operation}: {path}, trained on {config.base_model_name_or_path},"
     modules = {name for name, _ in base.named_modules()}
@@ -186,11 +191,11 @@ def _compare(
     for name, parameter in base.named_parameters():
         expected[PREFIX + name] = tuple(parameter.shape)
     trial = copy.deepcopy(config)
-    # starts such as PiSSA compute with the weights, and the meta device has none
+    # initializations such as PiSSA read the weights, which have no data on the meta device
     trial.init_lora_weights = False
     trial.inference_mode = False
     injected = inject(base, trial, "default")
-    # by default, "auto", peft asks the hub for the base model's config
+    # with the default, "auto", peft would ask the hub for the base model's config
     tensors = get_peft_model_state_dict(injected, save_embedding_layers=False)
     # peft may save base layers, too
     for name, parameter in injected.named_parameters(remove_duplicate=False):
@@ -200,7 +205,7 @@ def _compare(
     wrong = []
     for name, shape in shapes.items():
         if expected.get(name, shape) != shape:
-            wrong.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
+            wrong.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
     if wrong:
         raise ValueError(f"{of} does not fit: {_first(wrong)}")
     left = sorted(shapes.keys() - expected.keys())
@@ -208,14 +213,17 @@ def _compare(
         named = config.target_modules
         if not isinstance(named, str):
             named = sorted(named or ())
-        raise ValueError(f"{of} holds {_first(left)}, which its config does not name ({named})")
+        raise ValueError(
+            f"{of} has {_first(left)}, expected only tensors for the target_modules of its config, "
+            f"{named}"
+        )
     absent = sorted(tensors.keys() - shapes.keys())
     if absent:
-        raise ValueError(f"{of} lacks {_first(absent)}, which its config names")
+        raise ValueError(f"{of} lacks {_first(absent)}, which its config requires")
 
 
 def _first(names: Sequence[str]) -> str:
-    """Return the first of several names, and how many more there are."""
+    """Return the first of several names, and the number of the others."""
     if len(names) == 1:
         return names[0]
-    return f"{names[0]} and {len(names) - 1} more"
+    return f"{names[0]} (and {len(names) - 1} more)"

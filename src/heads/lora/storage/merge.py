@@ -34,21 +34,22 @@ from model_components._report import Axes, Figure, Report, Table, bars
 
 from ..layers import lora_layers
 
-_SHOWN = 5  # layers in a printed report
+_SHOWN = 5  # number of layers in a printed report
 
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """Figures of one merged layer: the parts of its update dW that were kept and lost.
+    """Metrics of one merged layer: how much of its update was kept and lost.
 
-    Let C be the change of the stored weight. Then the fraction <C, dW> / |dW|² of the update was
-    kept. The rest of C is rounding noise, which has no direction and hardly changes the outputs.
+    Let dW be the exact update, and C the change of the stored weight, which is rounded. Then the
+    fraction <C, dW> / |dW|² of the update was kept. The rest of C is rounding noise, which has no
+    preferred direction and hardly changes the outputs.
 
     Attributes:
         name: Name of the layer.
-        update: |dW| / |W|, in Frobenius norms.
-        lost: The share of the update that rounding took away, 1 - <C, dW> / |dW|².
-        noise: |C - (1 - lost) dW| / |dW|.
+        update: Size of the update relative to the weight, |dW| / |W|, in Frobenius norms.
+        lost: Fraction of the update that was lost to rounding, 1 - <C, dW> / |dW|².
+        noise: Size of the noise relative to the update, |C - (1 - lost) dW| / |dW|.
     """
 
     name: str
@@ -59,11 +60,11 @@ class MergedLayer:
 
 @dataclass(frozen=True)
 class MergeReport(Report):
-    """The checkpoint that `merge_lora` wrote, and what its dtype kept of the adapters.
+    """The checkpoint that `merge_lora` wrote, and how much of each update rounding lost.
 
     Attributes:
-        path: The folder.
-        dtype: The dtype of its weights.
+        path: The folder of the checkpoint.
+        dtype: The dtype of the checkpoint's weights.
         layers: One entry per adapted layer.
     """
 
@@ -76,7 +77,7 @@ class MergeReport(Report):
         return [f"{len(self.layers)} layers merged into {self.path} in {self.dtype}"]
 
     def table(self) -> Table:
-        """Return the layers that lost most to rounding."""
+        """Return a table of the layers that lost the most to rounding."""
         changed = [layer for layer in self.layers if layer.update]
         rows = []
         for one in sorted(changed, key=lambda layer: -layer.lost)[:_SHOWN]:
@@ -84,28 +85,28 @@ class MergeReport(Report):
         return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
-        """Count the layers that the table leaves out."""
+        """Return the numbers of layers that the table leaves out."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = []
         if more > 0:
-            lines.append(f"and {more} more, which lost less")
+            lines.append(f"and {more} more layers, which lost less")
         if idle:
             lines.append(
-                f"{idle} layers did not change: B is zero, or they have none of the merged adapters"
+                f"{idle} layers did not change: B is zero, or no merged adapter targets the layer"
             )
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot the share of each layer's update that rounding lost (extra ``plot``).
+        """Plot the fraction of each layer's update that rounding lost.
 
-        It is drawn on ``ax`` or in a new figure.
+        The plot is drawn on ``ax`` or in a new figure. Plotting requires the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         lost = {layer.name: layer.lost for layer in self.layers}
-        return bars(ax, "MergeReport.plot", lost, "share of dW lost")
+        return bars(ax, "MergeReport.plot", lost, "fraction of dW lost")
 
 
 def merge_lora(
@@ -121,30 +122,32 @@ def merge_lora(
 ) -> MergeReport:
     """Write an ordinary checkpoint with merged adapters; the model itself does not change.
 
-    Every update is added in float32 (float64 if the model is float64) and rounded once. bfloat16
-    has 8 significant bits, so rounding may erase most of an update that is a thousandth of the
-    weight. The report gives, per layer, the fraction that was lost. A merge that loses more than
-    ``max_lost`` of all updates together is rejected. A head that was adapted without its tied
-    embedding is untied. During the merge, the weights of adapted layers are in memory twice.
+    Every update is added in float32 (float64 if the model is in float64), and the sum is rounded
+    once, to the dtype of the checkpoint. bfloat16 has 8 significant bits, so rounding may erase
+    most of an update that is a thousandth of the weight. The report gives the fraction of each
+    layer's update that was lost. If a larger fraction than ``max_lost`` of all updates together
+    would be lost, the merge is rejected. A head that was adapted without its tied embedding is
+    untied. During the merge, the weights of adapted layers are in memory twice.
 
     Args:
         model: A peft model with LoRA adapters of any kind that peft can merge.
         out: The folder to write; it must be empty or not exist.
         adapters: Names of the adapters to merge; default: the active ones.
-        dtype: The dtype of the floating tensors written; default: the model's own.
+        dtype: The dtype of the floating-point tensors to write; default: the model's own.
         max_lost: The largest fraction of the updates that may be lost, with layers weighted by
-            |dW|²; None allows any.
-        tokenizer: The tokenizer to write; default: the base's, if it is on this machine.
-        max_shard_size: The largest size of a file, in bytes or as text such as ``"5GB"``.
+            |dW|²; None sets no limit.
+        tokenizer: The tokenizer to write; default: that of the base model, if it is stored on this
+            machine.
+        max_shard_size: The maximum size of a weight file, in bytes or as text such as ``"5GB"``.
         progress: Show a progress bar.
 
     Returns:
         The folder and dtype of the checkpoint, and the fraction of each update that was lost.
 
     Raises:
-        ValueError: The model does not have an adapter, its base is quantized or has layers of
-            another tuner, a number is not finite (or not in ``dtype``), ``out`` is not empty, or
-            more is lost than allowed. In these cases, nothing has been written.
+        ValueError: The model lacks one of the adapters, its base is quantized or has layers of
+            another tuner, a merged weight is not finite (or would not be in ``dtype``), ``out`` is
+            not empty, or more than ``max_lost`` is lost. In these cases, nothing has been written.
 
     >>> import tempfile
     >>> from peft import LoraConfig, get_peft_model
@@ -162,7 +165,7 @@ def merge_lora(
     check_value(operation, "max_lost", max_lost, Annotated[float | None, Range(least=0)])
     chosen = _resolve_dtype(dtype, operation)
     names = _adapter_names(model, adapters, operation)
-    # before the work: NewFolder checks only after all layers are merged
+    # check the folder early: NewFolder does so only after all layers are merged
     check_new(out, operation)
     base = model.get_base_model()
     stored = chosen or next(base.parameters()).dtype
@@ -192,8 +195,9 @@ def merge_lora(
         worst = max(layers, key=lambda one: one.lost)
         raise ValueError(
             f"{operation}: rounding to {stored} loses {lost:.1%} of the updates, expected at most "
-            f"{max_lost:.1%} ({worst.lost:.1%} of {worst.name}'s): use dtype=torch.float32 "
-            "(--dtype float32), or max_lost=None to accept it (--max-lost 1)"
+            f"{max_lost:.1%} (the worst layer loses {worst.lost:.1%}: {worst.name}). Use "
+            "dtype=torch.float32 (--dtype float32), or accept the loss with max_lost=None "
+            "(--max-lost 1)"
         )
     state = _state(base, merged, names, chosen)
     with NewFolder(out, operation) as new:
@@ -205,7 +209,7 @@ def merge_lora(
 
 
 def _resolve_dtype(dtype: object, operation: str) -> torch.dtype | None:
-    """Return a floating-point dtype that was given as a dtype or by name; None for None."""
+    """Return a floating-point dtype that is given as a dtype or by name, or None for None."""
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -228,19 +232,19 @@ def _adapter_names(
     names = list(dict.fromkeys(names))  # a name given twice would add its update twice
     if not names or any(name not in model.peft_config for name in names):
         raise ValueError(
-            f"{operation}: adapters are {names}, expected some of the model's "
-            f"adapters, {sorted(model.peft_config)}"
+            f"{operation}: adapters are {names}, expected one or more of the model's adapters, "
+            f"which are {sorted(model.peft_config)}"
         )
     return names
 
 
 def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
-    """Raise for a layer that only peft can merge."""
+    """Raise ValueError for a layer that `merge_lora` cannot merge."""
     if isinstance(layer.base_layer, BaseTunerLayer):
         kind = type(layer.base_layer).__name__
         raise ValueError(
-            f"{operation}: expected a base layer without another adapter, got {name} on a {kind}; "
-            "merge both with peft's merge_and_unload"
+            f"{operation}: expected a base layer without another adapter, but the base layer of "
+            f"{name} is a {kind}; merge both adapters with peft's merge_and_unload"
         )
     weight = getattr(layer.base_layer, "weight", None)
     if isinstance(layer, lora.layer.ParamWrapper) or weight is None:
@@ -250,27 +254,29 @@ def _check_layer(operation: str, name: str, layer: LoraLayer) -> None:
         )
     if "weight" not in layer.base_layer._parameters:
         raise ValueError(
-            f"{operation}: expected the weight of {name} to be a parameter, got one that is "
-            "computed from others; remove its parametrization first"
+            f"{operation}: expected the weight of {name} to be a parameter, got a weight that is "
+            "computed from other tensors; remove its parametrization first"
         )
     if layer.base_layer._parameters.get("bias") is None and any(layer.lora_bias.values()):
         raise ValueError(
-            f"{operation}: expected a base layer with a bias for the adapter's bias, got {name} "
-            "without one"
+            f"{operation}: {name} has no bias to which the bias of its adapter could be added; "
+            "expected a base layer with a bias"
         )
     if layer.merged:
         raise ValueError(
-            f"{operation}: {name} is merged already; call the model's unmerge_adapter() first"
+            f"{operation}: the adapters of {name} are already merged into its weight; call the "
+            "model's unmerge_adapter() first"
         )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(
-            f"{operation}: {name} is quantized ({weight.dtype}); expected a float base model"
+            f"{operation}: the weight of {name} is quantized ({weight.dtype}); expected a base "
+            "model in a floating-point dtype of 16 bits or more"
         )
 
 
 def _parts_of(layer: Any, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return weight and bias of one layer with its adapters merged, in float32 or better."""
-    # peft merges in place, so a copy is merged, and only one layer is copied at a time
+    """Return the merged weight and bias of one layer, in float32 or a wider dtype."""
+    # peft merges in place, so each layer is copied, one at a time, and the copy is merged
     copied = copy.deepcopy(layer).to(_wide(layer.base_layer.weight).dtype)
     copied.merge(adapter_names=[name for name in names if name in layer.r])
     own = copied.base_layer.named_parameters(recurse=False)
@@ -285,20 +291,21 @@ def _wide(tensor: Tensor) -> Tensor:
 def _measured(
     operation: str, name: str, layer: Any, exact: Tensor, dtype: torch.dtype | None
 ) -> tuple[MergedLayer, float]:
-    """Return the figures of a layer's update dW, and |dW|²."""
+    """Return the metrics of a merged layer, and |dW|² of its update dW."""
     weight = layer.base_layer.weight.detach()
     rounded = exact.to(dtype or weight.dtype)
     for merged_weight, where in ((exact, ""), (rounded, f" in {rounded.dtype}")):
         if not torch.isfinite(merged_weight).all():
             raise ValueError(
-                f"{operation}: the merged weight of {name} has numbers that are not finite{where}"
+                f"{operation}: expected finite numbers in the merged weight of {name}, got NaN or "
+                f"infinity{where}"
             )
     update = exact - _wide(weight)
     size = float(update.norm())
     if not size:
         return MergedLayer(name, 0.0, 0.0, 0.0), 0.0
     before = float(weight.float().norm())
-    # against the rounded W: the rounding of W itself is not a loss of the update
+    # compared with the rounded W, because rounding W itself loses nothing of the update
     change = rounded.to(exact.dtype) - weight.to(rounded.dtype).to(exact.dtype)
     kept = float((change * update).sum(dtype=torch.float64)) / size**2
     noise = float((change - kept * update).norm()) / size
@@ -338,14 +345,14 @@ def _state(
             inside = "original_module." if active is None else f"modules_to_save.{active}."
             rest = key.removeprefix(f"{wrapper}.")
             if not rest.startswith(inside):
-                # other adapters' copies, or the original that a trained copy replaces
+                # a copy of another adapter, or the original that a trained copy replaces
                 continue
             place = f"{wrapper}.{rest.removeprefix(inside)}"
         elif key.partition(".lora_")[0] in adapted:
-            # factors of an adapter; a user's own module may have .lora_ in its name, too
+            # factors of an adapter; names of other modules may contain .lora_, too
             continue
         if dtype is not None and value.is_floating_point():
-            # tied tensors stay tied
+            # a tied tensor is cast only once, so that it stays tied
             value = cast.setdefault((value.data_ptr(), value.shape), value.to(dtype))
         state[place] = value
     return state
@@ -357,12 +364,12 @@ def _write(
     state: dict[str, Tensor],
     max_shard_size: int | str,
 ) -> None:
-    """Write a checkpoint by transformers' own function, or by the hub's for other models."""
+    """Write a checkpoint with transformers, or with huggingface_hub for models of other kinds."""
     if isinstance(base, PreTrainedModel):
         stock = _stock(base, state)
         stock.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        # if several names share one tensor, the hub's function writes only one of the names
+        # copies, because huggingface_hub saves a tensor with several names under only one of them
         alone = {name: tensor.cpu().clone() for name, tensor in state.items()}
         save_torch_state_dict(alone, folder, max_shard_size=max_shard_size)
 
@@ -378,9 +385,9 @@ def _card(model: PeftModel, call: str) -> str:
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """Return a model of the base's class with this state.
+    """Return a model of the base model's class with the given state.
 
-    Its head stays tied to its embedding if both are one tensor.
+    The head stays tied to the embedding if both are one tensor.
     """
     config = copy.deepcopy(base.config)
     # a head that was trained separately is a separate tensor
@@ -393,14 +400,14 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
         if not tied and "tie_word_embeddings" in inspect.getsource(type(base).forward):
             raise ValueError(
                 "merge_lora: expected an adapter that keeps head and embedding tied, got one that "
-                f"unties them; the forward of {type(base).__name__} reads tie_word_embeddings and "
-                "would return other outputs"
+                f"unties them; the forward of {type(base).__name__} reads tie_word_embeddings, so "
+                "the merged model would return other outputs"
             )
         config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):
         stock = type(base)._from_config(config)
     seen: set[int] = set()
-    for name, tensor in state.items():  # shared without a declared tie: each name gets its own
+    for name, tensor in state.items():  # a tensor shared without a declared tie is copied
         if tensor.data_ptr() in seen:
             state[name] = tensor.clone()
         seen.add(tensor.data_ptr())

@@ -1,1 +1,1 @@
-"""Change a model's layers in place: inject LoRA, or switch to the lean forward."""
+"""Change a model's layers in place: add LoRA layers, or switch to the lean forward."""

@@ -1,4 +1,4 @@
-"""`inject_lora_`: LoRA for any module, by peft's own injection."""
+"""`inject_lora_`: add LoRA layers to any module, using peft's own injection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InjectionReport(Report):
     """The layers that `inject_lora_` changed.
 
     Attributes:
-        layers: The names of the layers.
+        layers: Names of the changed layers.
         trained: Number of trainable parameters.
         total: Number of all parameters.
     """
@@ -47,38 +47,39 @@ def inject_lora_(
 ) -> InjectionReport:
     """Replace a module's linear layers with `LoraLinear`, and freeze everything else.
 
-    The module keeps its class. peft's functions accept it: `peft.get_peft_model_state_dict` returns
-    only the updates, and `peft.set_peft_model_state_dict` loads them.
+    The module keeps its class and works with peft's functions: `peft.get_peft_model_state_dict`
+    returns only the parameters of the updates, and `peft.set_peft_model_state_dict` loads them.
 
     Args:
-        module: Any module with `nn.Linear`, or transformers' `Conv1D`, inside. For a transformers
-            model, `prepare_lora` also wraps it in peft's own model.
+        module: Any module that contains `nn.Linear` or transformers' `Conv1D` layers. For a model
+            of transformers, consider `prepare_lora`, which returns a `PeftModel`.
         r: Rank of the updates.
         alpha: Updates are multiplied by ``alpha / r``.
         dropout: Dropout probability on the input of the updates.
         filter_fn: Function ``(module, name) -> bool`` that selects linear layers; default: all.
-        impl: ``"auto"``, or ``"reference"`` for peft's own forward.
+        impl: ``"auto"`` for the lean forward, or ``"reference"`` for peft's own.
 
     Returns:
-        The names of the layers, and the numbers of trainable and of all parameters.
+        The names of the changed layers, and the numbers of trainable and of all parameters.
 
     Raises:
-        ValueError: The module has no such layer, or an argument is out of range.
+        ValueError: The module contains no such layer, is one itself or already has LoRA layers, or
+            an argument is out of range.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inject_lora_(model, r=2, filter_fn=lambda module, name: name == "0"))
     LoRA layers: 1; trainable parameters: 24 of 82
     """
-    # a layer may have several names
+    # a shared layer has several names
     places: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        # no subclasses: MultiheadAttention reads the weight of its out_proj and never calls it
+        # no subclasses: MultiheadAttention reads the weight of its out_proj without calling it
         if type(child) in STOCK and (filter_fn is None or filter_fn(child, name)):
             places.setdefault(id(child), []).append(name)
     names = [same[0] for same in places.values()]
     if "" in names:
         raise ValueError(
-            f"{OPERATION}: expected a module with linear layers inside, got a linear layer; use "
+            f"{OPERATION}: expected a module that contains linear layers, got a linear layer; use "
             "LoraLinear.from_linear(module)"
         )
     if not names:

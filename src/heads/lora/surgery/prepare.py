@@ -1,4 +1,4 @@
-"""`prepare_lora`: peft's injection, after a trial on a copy without data."""
+"""`prepare_lora`: add adapters with peft, after a trial on a copy of the model without data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 
 def skeleton(model: nn.Module) -> Any:
     """Return a copy of a model on the meta device: its modules and names, without data."""
-    # a memo for deepcopy, which treats the listed tensors as already copied: ties stay ties
+    # a memo for deepcopy, which takes these tensors as already copied, so tied ones stay tied
     meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
         meta[id(p)] = nn.Parameter(
@@ -37,20 +37,20 @@ def skeleton(model: nn.Module) -> Any:
 def is_quantized(model: nn.Module) -> bool:
     """Return whether any parameter is quantized, so that `skeleton` cannot copy it.
 
-    A quantized parameter has another class, or a dtype that is not floating-point.
+    A quantized parameter is not exactly an `nn.Parameter`, or its dtype is not floating-point.
     """
     return any(type(p) is not nn.Parameter or not p.is_floating_point() for p in model.parameters())
 
 
 def inject(model: nn.Module, config: LoraConfig, adapter_name: str, **options: Any) -> PeftModel:
-    """Call peft's `get_peft_model` without its warnings."""
+    """Call peft's `get_peft_model`, without the warnings that `quiet` silences."""
     with quiet():
         return get_peft_model(model, config, adapter_name=adapter_name, **options)
 
 
 def check_adapter_name(operation: str, adapter_name: str) -> None:
-    """Check that an adapter name is not empty, has no dots and is not "lora", which peft uses."""
-    # the name becomes a key of a ModuleDict, which takes no dots
+    """Raise ValueError if an adapter name is empty, has dots or is "lora", which peft uses."""
+    # the name becomes a key of a ModuleDict, which allows no dots
     if adapter_name == "lora" or "." in adapter_name or not adapter_name:
         raise ValueError(
             f"{operation}: adapter_name is {adapter_name!r}; expected a non-empty name without "
@@ -62,19 +62,19 @@ def _near(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), 3, 0.4)
     if close:
         return f"; did you mean {' or '.join(close)}?"
-    return f"; the model has {', '.join(sorted(known)[:12])}"
+    return f"; modules of the model are {', '.join(sorted(known)[:12])}"
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
-    """Raise for a bad config that peft would accept, or reject only after changing the model."""
+    """Raise for an invalid config that peft accepts, or rejects only after changing the model."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"{operation}: config is a {type(config).__name__}, expected a peft.LoraConfig"
         )
     if isinstance(model, PeftModel):
         raise ValueError(
-            f"{operation}: expected a model without adapters, got a PeftModel; call its "
-            "add_adapter, then accelerate_lora_"
+            f"{operation}: expected a model without adapters, got a PeftModel; to add another "
+            "adapter, call its add_adapter and then accelerate_lora_"
         )
     check_adapter_name(operation, adapter_name)
     check_numbers(operation, config)
@@ -82,35 +82,39 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
 
 
 def check_numbers(operation: str, config: LoraConfig) -> None:
-    """Check that ranks, alphas, dropout, module names and LoftQ's iterations are valid."""
+    """Raise ValueError if a rank, alpha, dropout, module name or LoftQ setting is invalid."""
     for name, rank in _values(config, "r", "rank_pattern"):
         if not is_whole(rank, 1):
-            raise ValueError(f"{operation}: {name} is {rank!r}, expected a whole number, 1 or more")
+            raise ValueError(
+                f"{operation}: {name} is {rank!r}, expected a whole number of at least 1"
+            )
     for name, alpha in _values(config, "lora_alpha", "alpha_pattern"):
         if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise ValueError(f"{operation}: {name} is {alpha!r}, expected a finite number")
     dropout = config.lora_dropout
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise ValueError(
-            f"{operation}: lora_dropout is {dropout!r}, expected at least 0 and below 1"
+            f"{operation}: lora_dropout is {dropout!r}, expected a number of at least 0 and below 1"
         )
     for field in ("target_modules", "modules_to_save", "exclude_modules"):
         wanted = getattr(config, field)
         names = [] if wanted is None or isinstance(wanted, str) else wanted
         if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{operation}: {field} is {wanted!r}, expected names of modules")
+            raise ValueError(
+                f"{operation}: {field} is {wanted!r}, expected a string or a list of module names"
+            )
     loftq = config.loftq_config
     rounds = 1
     if isinstance(loftq, dict):
         rounds = loftq.get("loftq_iter", 1)
     if not is_whole(rounds, 1):
         raise ValueError(
-            f"{operation}: loftq_iter is {rounds!r}, expected a whole number, 1 or more"
+            f"{operation}: loftq_iter is {rounds!r}, expected a whole number of at least 1"
         )
 
 
 def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, object]]:
-    """Return a setting and its exceptions by module, each with its name."""
+    """Return a setting and the values that replace it in certain modules, each with a name."""
     named = [(field, getattr(config, field))]
     for module, value in (getattr(config, pattern) or {}).items():
         named.append((f"{pattern}[{module!r}]", value))
@@ -118,9 +122,9 @@ def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, obj
 
 
 def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None:
-    """Raise for names and patterns that match no module."""
+    """Raise ValueError for a name or a pattern that matches no module."""
     names = [name for name, _ in model.named_modules()]
-    last = set()  # the ends of names that a message may suggest
+    last = set()  # last parts of names, which the message may suggest
     for name, module in model.named_modules():
         if not list(module.children()):
             last.add(name.rpartition(".")[2])
@@ -138,16 +142,16 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
     if is_pattern and not any(re.fullmatch(targets, name) for name in names):
         raise ValueError(
             f"{operation}: target_modules is the pattern {targets!r}, which matches none of "
-            f"{len(names)} names"
+            f"the names of the model's {len(names)} modules"
         )
 
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
-    """Inject adapters into a copy without data; raise if a rank is larger than a matrix."""
+    """Inject adapters into a copy without data; raise if a rank is too large for a weight."""
     if is_quantized(model):
         return
     trial = copy.deepcopy(config)
-    # starts such as PiSSA compute with the weights, and the meta device has none
+    # initializations such as PiSSA read the weights, which have no data on the meta device
     trial.init_lora_weights = False
     # drawing initial values here must not change the user's random state
     with torch.random.fork_rng(devices=[]):
@@ -175,27 +179,28 @@ def prepare_lora(
     accelerate: bool = True,
     **options: object,
 ) -> PeftModel:
-    """Add LoRA adapters as `get_peft_model` does, with our forward, after a trial on a copy.
+    """Add LoRA adapters as `get_peft_model` does, and give the layers the lean forward.
 
-    The copy is on the meta device, so it takes no memory.
+    The config is first tried on a copy of the model. The copy is on the meta device, so it takes no
+    memory.
 
     Args:
-        model: The base model, which peft changes in place. If an error is raised, nothing has
-            changed.
+        model: The base model, which peft changes in place. If this function raises a ValueError,
+            the model has not changed.
         config: A `peft.LoraConfig`.
         adapter_name: Name of the adapter.
-        accelerate: Also call `accelerate_lora_`.
-        options: Further options of `get_peft_model`, such as ``autocast_adapter_dtype``.
+        accelerate: Also call `accelerate_lora_`, which gives the layers the lean forward.
+        options: Further arguments of `get_peft_model`, such as ``autocast_adapter_dtype``.
 
     Returns:
-        peft's model, with newly initialized adapters.
+        The `PeftModel`, with newly initialized adapters.
 
     Raises:
-        ValueError: A rank is below 1 or larger than a matrix, an alpha is not finite, the dropout
-            is below 0 or at least 1, a target matches no module (the message suggests similar
-            names), ``adapter_name`` is invalid, or the model already has adapters.
+        ValueError: A rank is below 1 or larger than a dimension of its weight, an alpha is not
+            finite, the dropout is below 0 or at least 1, a target matches no module (the message
+            suggests similar names), ``adapter_name`` is invalid, or the model already has adapters.
 
-    A quantized model is not tried on a copy; names and ranks below 1 are still checked.
+    A quantized model cannot be copied, so ranks that are too large are not noticed in advance.
 
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> prepare_lora(model, LoraConfig(r=5, target_modules=["0"]))

@@ -1,4 +1,4 @@
-"""`load_trainable`: a model as `tune` trains it, with adapters or with the blocks to train."""
+"""`load_trainable`: load a model, and prepare it for training by `tune`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .prepare import prepare_lora
 
 
 def load_trainable(folder: Path, config: TuneConfig) -> Any:
-    """Load a model, and add adapters or select the blocks to train."""
+    """Load a model, add adapters or select the parameters to train, and fuse its loss."""
     dtype: Any = config.dtype
     if not config.r and dtype == "auto":
         dtype = torch.float32  # small updates of bfloat16 weights would be rounded away
@@ -30,7 +30,10 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     blocks = base.config.get_text_config().num_hidden_layers
     if config.last_blocks is not None and config.last_blocks > blocks:
-        raise ValueError(f"tune: last_blocks is {config.last_blocks}, expected at most {blocks}")
+        raise ValueError(
+            f"tune: last_blocks is {config.last_blocks}, expected at most {blocks}, the number of "
+            "blocks of the model"
+        )
     chosen = range(blocks - (config.last_blocks or blocks), blocks)
     model = base
     if config.r:
@@ -39,7 +42,7 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
             targets = _linear_layers(base, chosen, config.target_modules)
         adapters = LoraConfig(
             r=config.r,
-            # pyrefly: ignore[bad-argument-type]: peft takes fractions, too
+            # pyrefly: ignore[bad-argument-type]: peft also accepts fractions
             lora_alpha=config.lora_alpha or 2 * config.r,
             lora_dropout=config.lora_dropout,
             use_rslora=config.use_rslora,
@@ -49,10 +52,10 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
         model = prepare_lora(base, adapters)
     elif config.last_blocks:
         for name, parameter in base.named_parameters():
-            # embeddings and head are in no block, and are frozen
+            # embeddings and head belong to no block, so they are frozen
             parameter.requires_grad_(_block_of(name) in chosen)
     if config.gradient_checkpointing:
-        # reentrant checkpointing gives no gradients if a block's input needs none
+        # reentrant checkpointing gives no gradients if the input of a block requires none
         options = {"use_reentrant": False}
         if hasattr(base, "activation_checkpointing_enable"):  # transformers 5.23 and later
             base.activation_checkpointing_enable(options)
@@ -65,18 +68,21 @@ def load_trainable(folder: Path, config: TuneConfig) -> Any:
 
 
 def _block_of(name: str) -> int | None:
-    """Return the number of the block that a module or parameter is in, or None.
+    """Return the index of the block to which a module or parameter belongs, or None.
 
     >>> _block_of("model.layers.3.mlp.experts.0.up_proj.weight")
     3
     """
-    # the first number in a name is the block's; later ones are those of experts
+    # the first number in a name is the index of the block; a later one may be that of an expert
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
 
 def _linear_layers(model: nn.Module, blocks: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the names of linear layers in some blocks, limited to ``names`` if there are any."""
+    """Return the full names of the linear layers in some blocks.
+
+    If ``names`` is not empty, only layers are returned whose names end with one of them.
+    """
     return [
         name
         for name, module in model.named_modules()

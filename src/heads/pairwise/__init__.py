@@ -1,10 +1,10 @@
 """Judges: models that decide which of two answers to a prompt is better.
 
-A judge is an encoder or a language model with a head. Swapping the answers swaps its probabilities
-exactly, except with ``link="concat"``, and most encoders run without padding.
+A judge is an encoder or a language model with a head. Swapping the answers swaps the probabilities
+of A and B exactly, except with ``link="concat"``. Most encoders run without padding.
 
-The types that functions return, and the definitions of links and losses, are in the modules, such
-as ``heads.pairwise.functional``.
+The types that functions return, and the definitions of links (functions from features to logits)
+and losses, are in the submodules, such as ``heads.pairwise.functional``.
 """
 
 from model_components._lazy import attach

@@ -1,4 +1,4 @@
-"""Commands: judge train, judge pairs, judge rank, judge report."""
+"""The commands ``judge train``, ``judge pairs``, ``judge rank`` and ``judge report``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def train(
     columns: tuple[str, ...] = (),
     run_flags: RunFlags,
 ) -> Report | None:
-    """Train a judge on labeled pairs; write it with a report that compares it with baselines.
+    """Train a judge on labeled pairs, save it, and compare it with baselines in a report.
 
-    To continue an interrupted run, give the same command again.
+    To continue an interrupted run, run the same command again.
 
     Args:
-        file: File or hub id of labeled pairs: JSON, JSON lines, CSV, TSV or parquet, with prompt,
-            a, b and label, or in the formats of the Chatbot Arena, of chosen and rejected answers,
-            or of AlpacaEval.
+        file: File or hub id of labeled pairs, as JSON, JSON Lines, CSV, TSV or Parquet. The columns
+            are prompt, a, b and label, or those of Chatbot Arena, of preference data (chosen and
+            rejected) or of AlpacaEval.
         out: Output folder: a new path, or the folder of a run to continue.
         encoder: Folder or hub id of an encoder or a language model.
         judge_config: Settings of the run.
-        columns: Names of FILE's columns, if they are not prompt, a, b and label, as FIELD=COLUMN,
-            for example prompt=question a=first b=second label=better.
+        columns: Column names of FILE if they are not prompt, a, b and label, each as FIELD=COLUMN.
+            Example: prompt=question a=first b=second label=better.
         run_flags: The device, and whether to show progress.
     """
     from .training.run import train_judge
@@ -73,23 +73,23 @@ def pairs(
     batch_size: int = 32,
     run_flags: RunFlags,
 ) -> Iterator[Row] | None:
-    """Judge pairs of answers; write each row's verdict and probabilities as JSON lines.
+    """Judge pairs of answers; write each row's verdict and probabilities as a line of JSON.
 
     Args:
         model: Folder or hub id of a judge.
-        file: Pairs with prompt, a and b: JSON, JSON lines, CSV, TSV or parquet. Labels are
-            optional.
-        out: Output file: a new path; default: print.
-        columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
-            example prompt=question a=first b=second.
-        batch_size: Number of pairs computed at once.
+        file: File of pairs with the columns prompt, a and b, as JSON, JSON Lines, CSV, TSV or
+            Parquet. Labels are ignored.
+        out: Output file, which must not exist; default: standard output.
+        columns: Column names of FILE if they are not prompt, a and b, each as FIELD=COLUMN.
+            Example: prompt=question a=first b=second.
+        batch_size: Number of pairs per batch.
         run_flags: The device, and whether to show progress.
     """
     from .data.rows import each_pair
 
     where = _checked_device(out, run_flags.device, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns), labels=False), file)
-    # after the file, so that a wrong column fails before a model is loaded
+    # after the file is read, so that a wrong column name fails before the model is loaded
     judge = _load(model, where, "judge pairs")
     verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
     return _write_or_return(verdicts, out, "judge pairs")
@@ -104,21 +104,21 @@ def rank(
     batch_size: int = 32,
     run_flags: RunFlags,
 ) -> Iterator[Row] | None:
-    """Rank the answers of each row, the best first; write JSON lines.
+    """Rank the answers in each row from best to worst; write a line of JSON for each row.
 
     Args:
         model: Folder or hub id of a judge.
-        file: Rows with a prompt and a list of answers.
-        out: Output file: a new path; default: print.
-        batch_size: Number of pairs computed at once.
+        file: File of rows with the fields prompt and answers (a list).
+        out: Output file, which must not exist; default: standard output.
+        batch_size: Number of pairs per batch.
         run_flags: The device, and whether to show progress.
     """
     where = _checked_device(out, run_flags.device, "judge rank")
-    # all rows now, so that an unreadable file fails before a model is loaded
+    # read all rows now, so that an unreadable file fails before the model is loaded
     rows = list(each_row(file, "judge rank"))
-    # the columns are wrong: one error is better than many
+    # if no row has both fields, one error is better than an error for each row
     if not any(isinstance(row, Mapping) and {"prompt", "answers"} <= set(row) for _, row in rows):
-        came = f"{rows[0][1]!r:.80} in line {rows[0][0]}" if rows else "no row"
+        came = f"{rows[0][1]!r:.80} in line {rows[0][0]}" if rows else "no rows"
         raise ValueError(
             f"judge rank: expected the fields prompt and answers (a list) in each row of {file}, "
             f"got {came}"
@@ -138,15 +138,16 @@ def report(
     batch_size: int = 32,
     run_flags: RunFlags,
 ) -> Report:
-    """Compare a judge's verdicts with labels and with simple baselines.
+    """Evaluate a judge on labeled pairs, and compare it with simple baselines.
 
     Args:
         model: Folder or hub id of a judge.
-        file: Labeled pairs, in the formats of judge train.
-        train: The judge's training pairs, on which the baselines are fitted; default: no baselines.
-        columns: Names of FILE's columns, if they are not prompt, a and b, as FIELD=COLUMN, for
-            example prompt=question a=first b=second.
-        batch_size: Number of pairs computed at once.
+        file: File of labeled pairs, in a format that judge train reads.
+        train: File of the judge's training pairs, on which the baselines are fitted; default: no
+            baselines.
+        columns: Column names of both files if they are not prompt, a, b and label, each as
+            FIELD=COLUMN. Example: prompt=question a=first b=second label=better.
+        batch_size: Number of pairs per batch.
         run_flags: The device, and whether to show progress.
     """
     from .data.rows import read_pairs
@@ -170,26 +171,26 @@ def _columns(columns: Sequence[str]) -> dict[str, str]:
         ValueError: A string has no equals sign.
     """
     if wrong := [text for text in columns if "=" not in text]:
-        raise ValueError(f"judge: --columns must be FIELD=COLUMN, got {wrong[0]!r}")
+        raise ValueError(f"judge: expected --columns of the form FIELD=COLUMN, got {wrong[0]!r}")
     return dict(text.split("=", 1) for text in columns)
 
 
 def _checked_device(out: Path | None, device: str, operation: str) -> str:
-    """Check the output path and the device, before any file is read; return the device.
+    """Check the device and the output path before any file is read; return the device.
 
     Raises:
-        ValueError: The device cannot be used, or the output exists.
+        ValueError: The device cannot be used, or the output file exists.
     """
     where = find_device(device, operation)
     if out is not None and out.exists():
-        raise ValueError(f"{operation}: expected a new file, but {out} exists")
+        raise ValueError(f"{operation}: expected the path of a new file, but {out} exists")
     return where
 
 
 def _load(model: str, device: str, operation: str) -> PairwiseModel:
     """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
-    # after the folder is found, because transformers takes seconds to import
+    # after the folder is found, because importing transformers takes seconds
     from .model import PairwiseModel
 
     return PairwiseModel.from_pretrained(folder).eval().to(device)
@@ -199,7 +200,7 @@ def _write_or_return(rows: Iterable[Row], out: Path | None, operation: str) -> I
     """Write rows to a file as JSON lines, or return them if no file is given."""
     if out is None:
         return iter(rows)
-    # the file appears after the last row, so that a part cannot pass for the whole
+    # the file appears only when all rows are written, so a partial file never looks complete
     with new_file(out, operation) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(f"{json_line(row, 'utf-8')}\n" for row in rows)
     return None
@@ -210,10 +211,10 @@ def _readable(
 ) -> tuple[list[Row], list[Pair]]:
     """Return an output row for each row of a file, and the pairs that could be read.
 
-    If a row is not a pair, its output row has an error instead of a verdict.
+    If a row cannot be read as a pair, its output row has an error instead of a verdict.
 
     Raises:
-        ValueError: No row is a pair.
+        ValueError: No row can be read as a pair.
     """
     rows: list[Row] = []
     readable = []
@@ -228,13 +229,13 @@ def _readable(
     if not readable:
         why = f" (line {rows[0]['line']}: {rows[0]['error']})" if rows else ""
         raise ValueError(
-            f"judge pairs: expected prompt, a and b in each row, got no pair in {len(rows)} rows "
-            f"of {file}{why}"
+            f"judge pairs: expected rows with a prompt and two answers, got none in the "
+            f"{len(rows)} rows of {file}{why}"
         )
     if len(readable) < len(rows):
         print(
-            f"{file}: {len(rows) - len(readable)} of {len(rows)} rows are not pairs; the output "
-            "has the reasons"
+            f"{file}: {len(rows) - len(readable)} of {len(rows)} rows could not be read as pairs; "
+            "the output gives the reasons"
         )
     return rows, readable
 
@@ -263,7 +264,7 @@ def _verdicts(
 
 
 def _answers_of(value: object) -> list[Any]:
-    """Return a list of answers; a text, as in CSV, is parsed as JSON.
+    """Return a list of answers; a string, such as a CSV cell, is parsed as JSON.
 
     Raises:
         ValueError: The value is not a list.
@@ -272,7 +273,7 @@ def _answers_of(value: object) -> list[Any]:
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if not isinstance(value, list):
-        raise ValueError("expected the fields prompt and answers (a list)")
+        raise ValueError(f"expected the field answers to be a list, got {value!r:.60}")
     return value
 
 
@@ -288,7 +289,9 @@ def _orders(
     for line, row in tqdm(rows, "ranking", disable=not progress, leave=False, delay=1):
         try:
             if not isinstance(row, Mapping) or "prompt" not in row:
-                raise ValueError("expected the fields prompt and answers (a list)")
+                raise ValueError(
+                    f"expected the fields prompt and answers (a list), got {row!r:.80}"
+                )
             answers = _answers_of(row.get("answers"))
             ranking = model.rank(row["prompt"], answers, batch_size=batch_size)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Check encoders, their tokenizers and their limits before a judge is built or loaded."""
+"""Checks of encoders, tokenizers and token limits, for building and loading judges."""
 
 from __future__ import annotations
 
@@ -14,45 +14,54 @@ from .packing import PackingReport, embedding_weight, encode_padded
 
 @torch.no_grad()
 def check_encoder(encoder: PreTrainedModel) -> None:
-    """Check that an encoder returns hidden states for two tokens."""
+    """Check that an encoder returns hidden states for two tokens.
+
+    Raises:
+        ValueError: The encoder fails, or its output has no hidden states.
+    """
     try:
         with evaluating(encoder):
             encode_padded(
                 encoder, torch.ones(2, dtype=torch.long, device=encoder.device), [2], None
             )
-    # models of other kinds fail in many ways; NotImplementedError is a RuntimeError, too
+    # models that are not encoders fail in many ways; NotImplementedError is a RuntimeError, too
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ValueError(
             "from_encoder: expected an encoder that returns hidden states, but "
-            f"{type(encoder).__name__} fails on two tokens: {error}"
+            f"{type(encoder).__name__} fails on a test input of two tokens: {error}"
         ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel) -> None:
-    """Check that a tokenizer has words and that its token ids are the encoder's."""
-    # transformers builds such a tokenizer from a folder without one
+    """Check that a tokenizer has tokens for text, and that its token ids match the encoder's.
+
+    Raises:
+        ValueError: The tokenizer has only special tokens, more tokens than the encoder has
+            embeddings, or special token ids that differ from those in the encoder's config.
+    """
+    # from a folder without tokenizer files, transformers builds one that has only special tokens
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, all of them special; "
-            "expected one with words (does its folder lack tokenizer.json?)"
+            "from_encoder: expected a tokenizer with tokens for text, got one with "
+            f"{len(tokenizer)} tokens, all of them special (does its folder lack tokenizer.json?)"
         )
     rows = len(embedding_weight(encoder))
     if len(tokenizer) > rows:
         raise ValueError(
-            f"from_encoder: the tokenizer has {len(tokenizer)} tokens, but the encoder has only "
-            f"{rows} embeddings; expected the encoder's own tokenizer"
+            f"from_encoder: expected the encoder's own tokenizer, got one with {len(tokenizer)} "
+            f"tokens for an encoder with only {rows} embeddings"
         )
     for name in ("pad", "cls", "sep", "bos", "eos"):
         theirs, ours = (
             getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
         )
-        # some configs, such as Llama 3's, list several ids that end a text
+        # some configs, such as Llama 3's, list several end-of-text ids
         known = theirs if isinstance(theirs, list) else [theirs]
-        # many configs and tokenizers leave some of these ids out
+        # many configs and tokenizers do not set some of these ids
         if theirs is not None and ours is not None and ours not in known:
             raise ValueError(
-                f"from_encoder: the tokenizer's {name}_token_id is {ours}, but the encoder's is "
-                f"{theirs}; expected the encoder's own tokenizer"
+                f"from_encoder: expected the encoder's own tokenizer, got one whose "
+                f"{name}_token_id is {ours}, while the encoder's is {theirs}"
             )
 
 
@@ -60,13 +69,17 @@ def check_loadable(encoder: PreTrainedModel) -> None:
     """Check that an encoder can be rebuilt from its config.
 
     Nothing is computed or downloaded, because the rebuilt encoder is on the meta device.
+
+    Raises:
+        ValueError: The encoder cannot be rebuilt, or the tensors of the rebuilt encoder differ in
+            name or shape.
     """
     name = type(encoder).__name__
     try:
         config = encoder_config(encoder.config.to_dict())
         with torch.device("meta"):
             rebuilt = AutoModel.from_config(config, dtype=encoder.dtype)
-    except Exception as error:  # whatever a config's own checks raise
+    except Exception as error:  # a config's own checks may raise anything
         raise ValueError(
             f"from_encoder: expected an encoder that AutoModel.from_config can build, got {name}, "
             f"for which it fails: {error}"
@@ -75,8 +88,9 @@ def check_loadable(encoder: PreTrainedModel) -> None:
     if before != after:
         different = sorted(key for key in before | after if before.get(key) != after.get(key))
         raise ValueError(
-            f"from_encoder: expected an encoder that can be loaded by its config, got {name}; its "
-            f"config makes a {type(rebuilt).__name__} that differs in {different[0]}"
+            "from_encoder: expected an encoder that AutoModel.from_config can rebuild, got "
+            f"{name}, from whose config it builds a {type(rebuilt).__name__} that differs in "
+            f"{different[0]}"
         )
 
 
@@ -92,13 +106,14 @@ def most_tokens(
 ) -> int:
     """Return the maximum number of tokens in a sequence.
 
-    This is ``asked`` if it is given, otherwise the lower limit of the encoder and the tokenizer.
+    This is ``asked`` if it is given, otherwise the lower of the encoder's and the tokenizer's
+    limits.
 
     Raises:
-        ValueError: ``asked`` is more than the encoder's positions.
+        ValueError: ``asked`` exceeds the encoder's number of positions.
     """
     positions = getattr(encoder.config, "max_position_embeddings", None)
-    if positions is not None and positions < 1:  # XLNet, whose positions have no limit
+    if positions is not None and positions < 1:  # as in XLNet, whose positions have no limit
         positions = None
     first = getattr(getattr(encoder, "embeddings", None), "padding_idx", None)
     # RoBERTa and MPNet start to count positions after the padding id
@@ -113,5 +128,5 @@ def most_tokens(
             f"{operation}: max_tokens is {asked}, but {type(encoder).__name__} has only {most} "
             "positions"
         )
-    # a tokenizer without a limit has the value 1e30
+    # a tokenizer without a limit has a model_max_length of 1e30
     return asked or min(most, getattr(tokenizer, "model_max_length", most))

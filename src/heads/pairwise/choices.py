@@ -1,6 +1,6 @@
 """The classes of a verdict, and the allowed values of some settings.
 
-Importing this loads neither torch nor transformers.
+Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations

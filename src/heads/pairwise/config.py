@@ -19,35 +19,36 @@ from model_components._pretrained import CheckedModelConfig
 
 from .choices import Link, Pooling, Surface
 
-# below 1: dropout or smoothing of 1 would leave nothing to learn from
+# below 1, because dropout or label smoothing of 1 would leave nothing to learn from
 Share = Annotated[float, Range(least=0, below=1)]
 
 
 class PairwiseConfig(CheckedModelConfig):
-    """Settings of a `PairwiseModel`: its encoder, its head and how long texts are cut.
+    """Settings of a `PairwiseModel`: the encoder, the head and the truncation of long texts.
 
     Args:
-        encoder: The encoder's config, or its dictionary.
+        encoder: The encoder's config, or this config as a dictionary.
         link: The function from features to logits of A, B and tie. ``"davidson"`` gives each answer
             a score and learns how often answers with close scores tie. ``"antisymmetric"`` compares
             the two answers directly. ``"concat"``, a classifier over their concatenated features,
-            is a baseline: only with it does the verdict depend on which answer is called A.
-        pooling: The ``"mean"`` of an answer's last hidden states, the sequence's ``"first"`` or
-            ``"last"`` state, or several of these, concatenated.
+            is a baseline; it is the only link whose verdict depends on which answer is called A.
+        pooling: The hidden states that represent an answer: the ``"mean"`` of its last hidden
+            states, or the sequence's ``"first"`` or ``"last"`` one. Several are concatenated.
         ties: Whether there is a class for ties.
-        hidden_features: Hidden width of the head. 0 means a linear head, or a width of 64 for
-            ``"antisymmetric"``.
-        dropout: The dropout on the features and inside the head.
+        hidden_features: Hidden width of the head. 0 means a width of 64 with ``"antisymmetric"``,
+            and a linear function of the features with any other link.
+        dropout: Dropout probability, for the features and inside the head.
         surface: Surface features that the head reads in addition to the encoder's states: any of
             the answers' ``"length"``, ``"style"`` and ``"overlap"`` with the prompt. Verdicts can
             depend on them strongly; `pairwise_report` shows how much.
-        append_prompt: Encode the prompt before each answer.
+        append_prompt: Whether to encode the prompt before each answer.
         max_tokens: Maximum number of tokens in a sequence: prompt, answer and special tokens. If it
-            is None, `PairwiseModel.from_encoder` sets it to the encoder's limit.
-        max_prompt_tokens: Number of tokens that a prompt keeps if the answer is long; default: a
-            quarter of ``max_tokens``.
-        label_smoothing: Share of each target that is spread over all classes.
-        uncertainty: Whether the head has a covariance, which `fit_uncertainty_` sets.
+            is None, `PairwiseModel.from_encoder` sets it to the limit of encoder and tokenizer.
+        max_prompt_tokens: Number of tokens that a prompt keeps even if the answer is long; default:
+            a quarter of ``max_tokens``.
+        label_smoothing: Fraction of each target that is spread evenly over all classes.
+        uncertainty: Whether the head has a covariance of the last layers' weights, which
+            `fit_uncertainty_` sets.
         **rest: Fields of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -78,11 +79,13 @@ class PairwiseConfig(CheckedModelConfig):
     uncertainty: bool = False
 
     def derive(self) -> None:
-        """Build the encoder's config from a dict; turn a single word or a tuple into a list."""
+        """Convert ``encoder`` to a config, and ``pooling`` and ``surface`` to lists."""
         if isinstance(self.encoder, dict):
             self.encoder = encoder_config(self.encoder)
         elif not isinstance(self.encoder, PreTrainedConfig | None):
-            refuse("PairwiseConfig", "encoder", self.encoder, "a config or its dictionary")
+            refuse(
+                "PairwiseConfig", "encoder", self.encoder, "a transformers config or a dictionary"
+            )
         if isinstance(self.pooling, str):
             self.pooling = [self.pooling]
         for name in ("pooling", "surface"):
@@ -92,15 +95,15 @@ class PairwiseConfig(CheckedModelConfig):
     def problems(self) -> Iterator[str]:
         """Yield messages about fields that are invalid or conflict."""
         if not self.pooling:
-            yield problem(self, "pooling", "one or more")
+            yield problem(self, "pooling", "at least one kind of pooling")
         for name in ("pooling", "surface"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
-                yield problem(self, name, "each once")
+                yield problem(self, name, "each value at most once")
         # concat reads only the encoder's features and would silently ignore these
         if self.surface and self.link == "concat":
-            yield problem(self, "surface", "none of them for link='concat'")
+            yield problem(self, "surface", "no surface features with link='concat'")
         if self.uncertainty and self.link != "antisymmetric":
-            yield problem(self, "uncertainty", "False without link='antisymmetric'")
+            yield problem(self, "uncertainty", "False unless link='antisymmetric'")
 
     @property
     def num_classes(self) -> int:
@@ -108,11 +111,11 @@ class PairwiseConfig(CheckedModelConfig):
         return 3 if self.ties else 2
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields, with the encoder's config as a dictionary without a local path."""
+        """Return all fields, with the encoder's config as a dictionary without local paths."""
         fields = super().to_dict()
         if isinstance(self.encoder, PreTrainedConfig):
             fields["encoder"] = self.encoder.to_dict()
-            # a hub id is kept, because the model card names the base model by it
+            # a hub id is kept, because the model card refers to the base model by this id
             fields["encoder"]["_name_or_path"] = (
                 hub_id(fields["encoder"].get("_name_or_path") or "") or ""
             )
@@ -120,12 +123,14 @@ class PairwiseConfig(CheckedModelConfig):
 
 
 def encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Build an encoder's config from its dictionary.
+    """Build an encoder's config from a dictionary.
 
     Raises:
         ValueError: transformers has no such ``model_type``.
     """
     kind = str(values.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        refuse("PairwiseConfig", "the encoder's model_type", kind, "a model type of transformers")
+        refuse(
+            "PairwiseConfig", "the encoder's model_type", kind, "a model type that transformers has"
+        )
     return CONFIG_MAPPING[kind](**{k: v for k, v in values.items() if k != "model_type"})

@@ -1,4 +1,4 @@
-"""Attention within packed sequences, the Davidson link, and a loss that treats A and B alike.
+"""Attention within packed sequences, the Davidson link, and a loss that is symmetric in A and B.
 
 Shapes: T tokens of all sequences, S sequences, H query heads, G key and value heads, d width of a
 head, P pairs, C classes: A, B and, unless the data have no ties, tie.
@@ -36,30 +36,30 @@ def packed_attention(
     causal: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute attention over concatenated sequences, where each attends only to itself.
+    """Compute attention over concatenated sequences, where each sequence attends only to itself.
 
     The eager path calls `torch.nn.functional.scaled_dot_product_attention` once for each sequence,
-    on views. It needs no padding, and a mask only if a sequence is longer than ``window``. The
-    fused path is torch's variable-length flash attention.
+    on views. It needs no padding, and it needs a mask only for sequences longer than ``window + 1``
+    tokens. The fused path is torch's variable-length flash attention.
 
     Args:
         query: The queries of all sequences, one after the other.
-        key: The keys, with as many heads as the query or a divisor of them.
-        value: The values, with as many heads as the key.
+        key: The keys; their number of heads divides that of the queries.
+        value: The values, with as many heads as the keys.
         cu_seq_lens: The cumulative lengths of the sequences: 0, l1, l1 + l2, ..., T.
-        scale: The factor of the attention scores; default: ``1 / sqrt(d)``.
-        dropout_p: Share of the attention weights that is dropped.
-        window: The largest distance between tokens that attend to each other; None: any.
+        scale: The factor by which attention scores are multiplied; default: ``1 / sqrt(d)``.
+        dropout_p: Dropout probability of the attention weights.
+        window: The largest distance between tokens that attend to each other; None means no limit.
         causal: Whether a token attends only to itself and to earlier tokens.
-        impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (CUDA, half precision, no dropout),
-            or ``"auto"``: fused if it is supported, else eager.
+        impl: ``"reference"`` (dense), ``"eager"``, ``"fused"`` (on CUDA, in half precision, without
+            dropout), or ``"auto"``: fused if the inputs allow it, otherwise eager.
 
     Returns:
-        The outputs, (T, H, d).
+        The attention outputs, (T, H, d).
 
     Raises:
-        ValueError: The shapes do not match, ``cu_seq_lens`` do not rise from 0 to T, or an option
-            is not supported.
+        ValueError: The shapes do not match, ``cu_seq_lens`` does not rise from 0 to T, or ``impl``
+            is unknown or does not support the inputs.
 
     >>> q = torch.randn(5, 1, 2)
     >>> both = packed_attention(q, q, q, [0, 2, 5])
@@ -76,8 +76,8 @@ def packed_attention(
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{operation}: cu_seq_lens are {ends!r:.80}, expected numbers that rise from 0 to T = "
-            f"{len(query)}"
+            f"{operation}: cu_seq_lens is {ends!r:.80}, expected numbers that rise from 0 to "
+            f"{len(query)}, the number of tokens"
         )
     unsupported = _not_fused(query, dropout_p)
     if impl == "fused" and unsupported:
@@ -85,13 +85,13 @@ def packed_attention(
     if impl == "reference":
         if dropout_p:
             raise ValueError(
-                f"{operation}: impl='reference' has no dropout, got dropout_p={dropout_p}"
+                f"{operation}: expected dropout_p=0 with impl='reference', got {dropout_p}"
             )
         places = torch.tensor(ends, device=query.device)
         return reference.packed_attention(
             query, key, value, places, scale=scale, window=window, causal=causal
         )
-    # without sequences there is no longest one, whose length flash attention takes
+    # flash attention needs the length of the longest sequence, so there must be one
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     outputs = [
@@ -114,7 +114,7 @@ def _attend(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """Return attention within one sequence, (L, H, d)."""
+    """Compute attention within one sequence of L tokens, (L, H, d)."""
     near = None
     # up to window + 1 tokens are all within the window, so they need no mask
     if window is not None and len(query) > window + 1:
@@ -125,7 +125,7 @@ def _attend(
         value.transpose(0, 1)[None],
         near,
         dropout_p,
-        # sdpa takes either a mask or is_causal; the mask is causal already
+        # sdpa takes either a mask or is_causal, and the mask is already causal
         is_causal=causal and near is None,
         scale=scale,
         enable_gqa=key.shape[1] < query.shape[1],
@@ -134,20 +134,21 @@ def _attend(
 
 
 def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check for a query (T, H, d), a key and a value (T, G, d), and H a multiple of G."""
+    """Check that query is (T, H, d), key and value are (T, G, d), and H is a multiple of G."""
     if query.dim() == key.dim() == 3 and key.shape == value.shape and key.shape[1]:
         tokens, heads, width = query.shape
         groups = key.shape[1]
         if key.shape == (tokens, groups, width) and heads % groups == 0:
             return
     raise ValueError(
-        f"{operation}: query, key, value are {list(query.shape)}, {list(key.shape)}, "
-        f"{list(value.shape)}; expected (T, H, d), (T, G, d), (T, G, d), and H a multiple of G"
+        f"{operation}: expected query, key and value of shapes (T, H, d), (T, G, d) and (T, G, d), "
+        f"with H a multiple of G, got shapes {list(query.shape)}, {list(key.shape)} and "
+        f"{list(value.shape)}"
     )
 
 
 def _not_fused(query: Tensor, dropout_p: float) -> str | None:
-    """Return what the fused path needs and this call lacks, or None."""
+    """Return a requirement of the fused path that this call does not meet, or None."""
     if not query.is_cuda:
         return "CUDA tensors"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
@@ -155,7 +156,7 @@ def _not_fused(query: Tensor, dropout_p: float) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {query.dtype}"
     if query.shape[-1] % 8 or query.shape[-1] > 256:
-        return f"heads whose width is a multiple of 8, 256 at most, got {query.shape[-1]}"
+        return f"a head width that is a multiple of 8 and at most 256, got {query.shape[-1]}"
     if dropout_p:
         return f"dropout_p=0, got {dropout_p}"
     return None
@@ -171,11 +172,11 @@ def _flash(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    # imported here, because it takes a while and only GPUs need it
+    # imported here, because the import is slow and only GPUs need it
     from torch.nn.attention.varlen import varlen_attn
 
     places = _places(tuple(ends), query.device)
-    # the kernel takes -1 for any distance
+    # for the kernel, -1 means no limit
     far = -1 if window is None else window
     grouped: dict[str, Any] = {}
     if key.shape[1] < query.shape[1]:
@@ -194,16 +195,16 @@ def _flash(
         longest,
         longest,
         scale=scale,
-        # left and right: a causal token attends to none on its right
+        # left and right: a causal token attends to nothing on its right
         window_size=(far, 0 if causal else far),
         **grouped,
     )
     return output
 
 
-@lru_cache(maxsize=4)  # every layer of an encoder asks for the same
+@lru_cache(maxsize=4)  # every layer of an encoder needs the same tensor
 def _places(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # training may use the cached tensor later
+    with torch.inference_mode(False):  # a later training step may use the cached tensor
         return torch.tensor(ends, device=device, dtype=torch.int32)
 
 
@@ -224,8 +225,8 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
     Source: Davidson 1970.
 
-    They are ``(a, b, (a + b) / 2 + log ν)``: the probability of a tie is ν times the geometric mean
-    of the probabilities of A and B.
+    For scores a and b, the log-probabilities are ``(a, b, (a + b) / 2 + log ν)``: the probability
+    of a tie is ν times the geometric mean of the probabilities of A and B.
 
     Args:
         score_a: The scores of A, (P,).
@@ -233,7 +234,7 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
         log_nu: The logarithm of the tie parameter ν, a scalar.
 
     Returns:
-        (P, 3). Swapping the scores swaps the first two columns bit for bit.
+        The log-probabilities, (P, 3). Swapping the scores swaps the first two columns bit for bit.
 
     >>> davidson(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor(0.0)).tolist()
     [[2.0, 0.0, 1.0]]
@@ -242,7 +243,7 @@ def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
 
 
 def swapped(classes: Tensor) -> Tensor:
-    """Swap A and B, the first two columns, in values of shape (..., C).
+    """Swap the first two columns, A and B, of a tensor of shape (..., C).
 
     >>> swapped(torch.tensor([[0.5, 0.3, 0.2]]))
     tensor([[0.3000, 0.5000, 0.2000]])
@@ -251,7 +252,7 @@ def swapped(classes: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Compute the log-softmax over A, B and, if there is one, tie.
+    """Compute the log-softmax over the classes A, B and, if there are three, tie.
 
     Swapping A and B swaps the results bit for bit.
 
@@ -261,14 +262,18 @@ def log_probabilities(logits: Tensor) -> Tensor:
     Returns:
         The log-probabilities, (P, C).
 
+    Raises:
+        ValueError: C is neither 2 nor 3.
+
     >>> log_probabilities(torch.tensor([[0.0, 0.0]])).exp()
     tensor([[0.5000, 0.5000]])
     """
     if logits.shape[-1] not in (2, 3):
         raise ValueError(
-            f"log_probabilities: expected logits of 2 or 3 classes, got {list(logits.shape)}"
+            "log_probabilities: expected logits of 2 or 3 classes in the last dimension, got shape "
+            f"{list(logits.shape)}"
         )
-    # A and B first: a sum of two is bitwise equal in both orders, a sum of three may not be
+    # A and B first: a sum of two terms is bitwise equal in both orders, a sum of three may not be
     total = torch.logaddexp(logits[..., 0], logits[..., 1])
     if logits.shape[-1] == 3:
         total = torch.logaddexp(total, logits[..., 2])
@@ -276,28 +281,29 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def pairwise_loss(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Compute the cross-entropy of A, B or tie, averaged over pairs.
+    """Compute the cross-entropy over the classes A, B and tie, averaged over pairs.
 
     Args:
-        logits: (*B, C).
-        labels: Classes (*B), or soft targets (*B, C): the share of judges for each class.
-        label_smoothing: Share of each target that is spread over all classes.
+        logits: The logits, (*B, C), where B is any number of batch dimensions.
+        labels: Class indices (*B), or soft labels (*B, C): the fraction of annotators who chose
+            each class.
+        label_smoothing: Fraction of each target that is spread evenly over all classes.
 
     Returns:
-        A scalar, in nats.
+        The loss in nats, a scalar.
 
     Raises:
-        ValueError: The labels do not fit the logits' shape, or are not classes.
+        ValueError: The shapes of labels and logits do not match, or a label is not a class index.
 
     >>> pairwise_loss(torch.zeros(1, 3), torch.tensor([[0.5, 0.5, 0.0]]))
     tensor(1.0986)
     """
     if labels.shape not in (logits.shape, logits.shape[:-1]):
         raise ValueError(
-            f"pairwise_loss: labels are {list(labels.shape)} for logits {list(logits.shape)}; "
-            f"expected {list(logits.shape[:-1])} classes or {list(logits.shape)} shares"
+            f"pairwise_loss: expected class indices of shape {list(logits.shape[:-1])} or soft "
+            f"labels of shape {list(logits.shape)}, got labels of shape {list(labels.shape)}"
         )
-    # labels have no values while a graph is traced
+    # labels have no values while a graph is being traced
     if labels.dim() < logits.dim() and labels.numel() and not needs_plain(labels):
         low, high = (int(value) for value in labels.aminmax())
         if low < 0 or high >= logits.shape[-1]:

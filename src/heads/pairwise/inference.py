@@ -1,4 +1,4 @@
-"""Predict verdicts of many pairs, and rank several answers to one prompt.
+"""Predict verdicts on many pairs, and rank several answers to one prompt.
 
 Shapes: N pairs, P pairs of a batch, C classes, K answers, W width of the features, F surface
 features.
@@ -22,7 +22,7 @@ from .functional import log_probabilities, swapped
 from .judge import Judge
 
 Sides = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""(P, W) features of A and of B, and their (P, F) surface features, if any."""
+"""The features of A and of B, (P, W), and the surface features of A and of B, (P, F), if any."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class Predictions:
 
     Attributes:
         log_probabilities: The log-probabilities of A, B and tie, (N, C) float32.
-        swapped_log_probabilities: The same, (N, C), from pairs with A and B swapped; the columns
-            are swapped back.
+        swapped_log_probabilities: The log-probabilities from pairs with A and B swapped, (N, C);
+            the columns are swapped back.
         scores: The scores of A and B, (N, 2), or None if the link does not score single answers.
             Compare scores only between answers to the same prompt.
-        alike: For each part of the model (``"encoder"`` or a kind of surface features), the
-            log-probabilities if both answers were equal in it. Empty unless they were requested.
+        alike: For each input of the head (``"encoder"`` or a kind of surface features), the
+            log-probabilities if both answers' values of this input are replaced by their mean.
+            Empty unless `predict_pairs` was called with ``parts=True``.
     """
 
     log_probabilities: Tensor
@@ -53,7 +54,7 @@ class Predictions:
     def verdicts(self) -> list[str]:
         """The most likely class of each pair: ``"A"``, ``"B"`` or ``"tie"``.
 
-        If A and B are equally likely, it is ``"tie"``.
+        If A and B are equally likely, the verdict is ``"tie"``.
         """
         return [CLASSES[k] for k in verdicts_of(self.log_probabilities).tolist()]
 
@@ -63,10 +64,12 @@ class Ranking:
     """A ranking of K answers.
 
     Attributes:
-        order: The indices of the given answers, the best first.
-        scores: The scores of the given answers, (K,), shifted to sum to 0: the link's, or, for
-            links without scores, Bradley-Terry log-strengths from comparisons of all pairs.
-        wins: The probability that the row's answer beats the column's, (K, K); a tie is half a win.
+        order: The indices of the given answers, from best to worst.
+        scores: The scores of the given answers, (K,), shifted to sum to 0. They are the link's
+            scores or, if the link does not score single answers, Bradley-Terry log-strengths from
+            comparisons of all pairs.
+        wins: The win probabilities, (K, K): entry (i, j) is the probability that answer i beats
+            answer j. A tie counts as half a win.
     """
 
     order: tuple[int, ...]
@@ -77,7 +80,7 @@ class Ranking:
 def verdicts_of(found: Tensor) -> Tensor:
     """Return the most likely classes, (N,), from log-probabilities (N, C).
 
-    If A and B are equally likely, the class is 2, a tie, even for two classes.
+    If A and B are equally likely, the class is 2, a tie, even if there are only two classes.
 
     >>> (
     ...     verdicts_of(torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 0.0]])),
@@ -103,23 +106,23 @@ def predict_pairs(
 
     Args:
         model: A `PairwiseModel`.
-        data: Pairs, with labels or without.
+        data: The pairs, with or without labels.
         batch_size: Number of pairs in a batch.
-        parts: Also predict, for each part of the model, the verdicts if both answers were equal in
-            that part.
-        progress: Show a progress bar.
+        parts: Whether to also predict, for each input of the head, the verdicts if both answers
+            were equal in this input; see ``alike`` in `Predictions`.
+        progress: Whether to show a progress bar.
 
     Returns:
-        The predictions, in the data's order.
+        The predictions, in the order of the data set.
 
     Raises:
-        ValueError: There are no pairs, ``batch_size`` is below 1, the data have another encoder's
-            features, or the logits are not finite.
+        ValueError: There are no pairs, ``batch_size`` is below 1, the data set holds features of
+            another encoder, or the logits are not finite.
     """
     if not len(data) or batch_size < 1:
         raise ValueError(
-            f"predict_pairs: {len(data)} pairs in batches of {batch_size}; expected at least 1 "
-            "pair and a batch_size of at least 1"
+            "predict_pairs: expected at least 1 pair and a batch_size of at least 1, got "
+            f"{len(data)} pairs and a batch_size of {batch_size}"
         )
     data.check_encoded("predict_pairs", model)
     if not data.encoded:
@@ -148,7 +151,8 @@ def predict_pairs(
     first = torch.cat(made)[back]
     if not torch.isfinite(first).all():
         raise ValueError(
-            "predict_pairs: the model's logits are not finite; was it trained in float16?"
+            "predict_pairs: expected finite logits, got inf or nan; was the model trained in "
+            "float16?"
         )
     without = {part: torch.cat(kept)[back] for part, kept in alike.items()}
     return Predictions(
@@ -160,7 +164,7 @@ def predict_pairs(
 def sides_of(
     model: Judge, data: PairwiseDataset, numbers: Sequence[int], batch_size: int = 32
 ) -> list[Tensor]:
-    """Return the features and surface features of A and B for numbered pairs, on the CPU."""
+    """Return features and surface features of A and B, on the CPU, for pairs with these indices."""
     collate = PairwiseCollator()
     device = next(model.parameters()).device
     sides: list[list[Tensor]] = [[], [], [], []]
@@ -177,7 +181,7 @@ def sides_of(
 def _verdicts(
     model: Judge, sides: Sides, alike: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (P, C) log-probabilities for both orders, and (P, 2) scores or None.
+    """Return the log-probabilities (P, C) of both orders, and scores (P, 2) or None.
 
     The columns of the second order are swapped back.
     """
@@ -218,10 +222,10 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     features = []
     looks = []
     with evaluating(model), torch.autocast(device.type, enabled=False):
-        # smaller batches of answers: they go through the encoder, pairs only through the head
+        # fewer answers than pairs per batch: only answers go through the encoder
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
-            # pair each answer with itself: the pair has its index, which equal answers share
+            # pair each answer with itself: the pair gives its index, which equal answers share
             batch = flat_batch([(part, [(k, k) for k in range(len(part))])])
             batch = on_device(batch, device)
             places = batch.pop("pairs")[:, 0]
@@ -241,7 +245,7 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
                 shares.append(log_probabilities(logits).exp().cpu())
                 continue
             orders = _verdicts(model, _parted(states, surface, first, second))[:2]
-            # the mean of both orders is fair for concat, too
+            # the mean of both orders is symmetric for concat, too
             shares.append(torch.stack(orders).exp().mean(0).cpu())
     wins = _wins(torch.cat(shares) if shares else torch.zeros(0, 2), pairs.cpu(), count)
     if scores is None:
@@ -257,11 +261,11 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     )
 
 
-_MOST_NEWTON_STEPS = 200  # a few are usually enough; no table needed nearly as many
+_MOST_NEWTON_STEPS = 200  # a few are usually enough; no tested table needed nearly as many
 
 
 def _wins(shares: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """Return shares of wins (count, count) from probabilities (N, C) of answer pairs (N, 2)."""
+    """Return win probabilities (K, K) from class probabilities (N, C) of answer pairs (N, 2)."""
     shares, (first, second) = shares.double(), pairs.unbind(1)
     ties = shares[:, 2] / 2 if shares.shape[1] == 3 else 0.0
     wins = torch.full((count, count), 0.5, dtype=torch.float64)
@@ -275,7 +279,8 @@ def _bradley_terry(wins: Tensor) -> Tensor:
     Source: Bradley and Terry 1952.
 
     Args:
-        wins: The probability, between 0 and 1, that the row beats the column, (K, K).
+        wins: The win probabilities, (K, K), strictly between 0 and 1. Entry (i, j) is the
+            probability that answer i beats answer j.
 
     Returns:
         The log-strengths, (K,) float64, which sum to 0.
@@ -294,7 +299,7 @@ def _bradley_terry(wins: Tensor) -> Tensor:
         expected = torch.sigmoid(scores[:, None] - scores[None])
         slope = won - (games * expected).sum(1)
         bend = games * expected * (1 - expected)
-        # adding a constant to all scores changes nothing: without the ones the matrix is singular
+        # the matrix alone is singular, because adding a constant to all scores changes nothing
         step = torch.linalg.solve(bend.sum(1).diag() - bend + ones / count, slope)
         # at most 2 nats, because a full step from far away overshoots; the last step can be 0
         size = min(1.0, 2.0 / max(float(step.abs().max()), 1e-300))

@@ -28,10 +28,11 @@ class PairwiseOutput(ModelOutput):
     """The output of a `Judge`.
 
     Attributes:
-        loss: The loss, a scalar, if labels were passed.
+        loss: The loss, a scalar; None without labels.
         logits: The logits of A, B and tie, (P, C).
-        scores: The scores of A and B, (P, 2), in evaluation with link ``"davidson"``.
-        swapped_logits: The logits with A and B swapped, (P, C), if they were requested.
+        scores: The scores of A and B, (P, 2); None in training and with links other than
+            ``"davidson"``.
+        swapped_logits: The logits with A and B swapped, (P, C); None without ``both_orders``.
     """
 
     loss: Tensor | None = None
@@ -41,7 +42,7 @@ class PairwiseOutput(ModelOutput):
 
 
 class Judge(CompleteModel):
-    """An encoder, a pooling and a head, with their forward pass.
+    """An encoder, a pooling layer and a head, with their forward pass.
 
     `PairwiseModel` adds construction, saving and prediction.
     """
@@ -55,17 +56,17 @@ class Judge(CompleteModel):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The inputs of the head: ``"encoder"``, and the kinds of surface features it reads."""
+        """The inputs of the head: ``"encoder"`` and the kinds of surface features that it reads."""
         return ("encoder", *(kind for kind in SURFACE if kind in self.config.surface))
 
     @property
     def packs(self) -> bool:
-        """Return whether sequences go through the encoder without padding now."""
+        """Whether sequences currently go through the encoder without padding."""
         return self.packing.packed and self._base.config._attn_implementation == ATTENTION
 
     @property
     def _base(self) -> PreTrainedModel:
-        """The encoder without peft's wrapper, if it has one."""
+        """The encoder, without peft's wrapper if there is one."""
         return base_of(self.encoder)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -79,14 +80,14 @@ class Judge(CompleteModel):
         begins: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return float32 features, (S, W), of S concatenated sequences.
+        """Compute the float32 features, (S, W), of S concatenated sequences.
 
         Args:
             input_ids: The token ids of all sequences, (T,).
             lengths: The number of tokens in each sequence, (S,), at least 1.
             begins: The index of each answer's first token in its sequence, (S,); default: 0.
-            token_type_ids: The token types, (T,); None means zeros. They are ignored if the encoder
-                has fewer than two types.
+            token_type_ids: The token types, (T,); None means zeros. Ignored if the encoder has
+                fewer than two types.
 
         Raises:
             ValueError: A length is below 1, or the lengths do not add up to T.
@@ -124,7 +125,7 @@ class Judge(CompleteModel):
         labels: Tensor | None = None,
         both_orders: bool = False,
     ) -> PairwiseOutput:
-        """Compute the logits of pairs of sequences; `PairwiseCollator` makes the arguments.
+        """Compute the logits of pairs of sequences, as collated by `PairwiseCollator`.
 
         Args:
             input_ids: The token ids of all sequences, (T,).
@@ -134,20 +135,23 @@ class Judge(CompleteModel):
             token_type_ids: The token types, (T,); see `features`.
             surface: The surface features, (S, F), if the model reads them.
             features: The features of an encoded data set, (S, W), instead of tokens.
-            labels: Classes (P,) or shares (P, C).
-            both_orders: Also return the logits with A and B swapped.
+            labels: Class indices (P,) or soft labels (P, C).
+            both_orders: Whether to also return the logits with A and B swapped.
 
         Raises:
-            ValueError: Lengths or labels do not fit, or pairs, or tokens and features, are missing.
+            ValueError: ``lengths`` or ``labels`` do not match the other arguments, ``pairs`` is
+                None, or there are neither features nor tokens with lengths.
         """
         if features is None:
             if input_ids is None or lengths is None:
                 raise ValueError(
-                    "PairwiseModel: expected input_ids and lengths, or features; got neither"
+                    "PairwiseModel: expected features, or both input_ids and lengths, got neither"
                 )
             features = self.features(input_ids, lengths, begins, token_type_ids)
         if pairs is None:
-            raise ValueError("PairwiseModel: pairs is None, expected indices of sequences (P, 2)")
+            raise ValueError(
+                "PairwiseModel: pairs is None, expected indices of sequences, of shape (P, 2)"
+            )
         with torch.autocast(features.device.type, enabled=False):
             sides = [features[pairs[:, k]] for k in (0, 1)]
             looks = [None if surface is None else surface[pairs[:, k]] for k in (0, 1)]
@@ -171,10 +175,10 @@ class Judge(CompleteModel):
             b: The features of B.
             surface_a: The surface features of A.
             surface_b: The surface features of B.
-            labels: Classes (P,) or shares (P, C).
-            both_orders: Also return the logits with A and B swapped.
-            alike: Replace both answers' values in this part by their mean: ``"encoder"``,
-                ``"length"``, ``"style"`` or ``"overlap"``; None: in no part.
+            labels: Class indices (P,) or soft labels (P, C).
+            both_orders: Whether to also return the logits with A and B swapped.
+            alike: The input of the head in which both answers' values are replaced by their mean:
+                ``"encoder"``, ``"length"``, ``"style"`` or ``"overlap"``. None replaces nothing.
         """
         # features are float32; the head is not if the whole model was cast
         dtype = self.head.outer.weight.dtype
@@ -193,7 +197,7 @@ class Judge(CompleteModel):
         if self.config.link == "davidson":
             scores = torch.stack([self.head.score(a, surface_a), self.head.score(b, surface_b)], -1)
             logits = self.head.linked(*scores.unbind(-1)) / divisor
-            # single scores do not depend on the order, so that no second pass is needed
+            # single scores do not depend on the order, so no second pass is needed
             other = swapped(logits) if both_orders else None
         else:
             logits = self.head(a, b, surface_a, surface_b) / divisor
@@ -206,7 +210,7 @@ class Judge(CompleteModel):
 
 
 def _average_columns(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
-    """Return copies of ``a`` and ``b`` with these columns replaced by their mean."""
+    """Return copies of ``a`` and ``b``, with their mean in both for these columns."""
     a = a.clone()
     b = b.clone()
     a[:, columns] = b[:, columns] = (a[:, columns] + b[:, columns]) / 2

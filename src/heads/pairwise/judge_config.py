@@ -1,6 +1,6 @@
 """`JudgeConfig`: the settings of `train_judge`.
 
-Importing this loads neither torch nor transformers.
+Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ class JudgeConfig(CheckedConfig):
 
     Args:
         freeze: Part of the encoder to freeze: all, none, embeddings, or bottom:N for the embeddings
-            and the N lowest layers. A frozen encoder reads each answer once.
-        depth: Number of the encoder's layers to use, from the lowest; default: two thirds of the
-            layers if the encoder is frozen and can do without the others, otherwise all.
-        dtype: Dtype of the encoder's weights. auto: bfloat16 if the encoder is frozen and the
-            device is faster in it (on x86: with AMX), else float32.
+            and the N lowest layers. With freeze=all, each answer is encoded only once.
+        depth: Number of encoder layers to use, counted from the lowest. Default: two thirds of the
+            layers with freeze=all if the encoder can run without its upper layers, otherwise all.
+        dtype: Dtype of the encoder's weights. auto means bfloat16 with freeze=all if the device is
+            faster in bfloat16 (on x86, this requires AMX), and float32 otherwise.
         link: Function from features to logits; see PairwiseConfig.
-        pooling: Hidden states that stand for an answer; see PairwiseConfig.
+        pooling: Hidden states that represent an answer; see PairwiseConfig.
         surface: Surface features given to the head: length, style, overlap. Must be empty with
             link=concat.
-        max_tokens: Maximum number of tokens of prompt, answer and special tokens; default: the
-            encoder's limit.
+        max_tokens: Maximum number of tokens in a sequence (prompt, answer and special tokens);
+            default: the limit of encoder and tokenizer.
         hidden_features: Hidden width of the head. 0 means a width of 64 with link=antisymmetric,
             and a linear head with any other link.
-        dropout: Dropout on the features and inside the head.
+        dropout: Dropout probability, for the features and inside the head.
         epochs: Maximum number of epochs; default: 8, or 3 if the encoder trains.
         batch_size: Number of pairs per step.
         learning_rate: Peak learning rate; default: 1e-3, or 3e-5 if the encoder trains.
-        head_lr_ratio: Learning rate of the head divided by the encoder's, if the encoder trains.
-        layer_decay: Factor of the learning rate from each layer of the encoder to the one below.
+        head_lr_ratio: Learning rate of the head divided by that of the encoder; ignored with
+            freeze=all.
+        layer_decay: Factor by which the learning rate falls from each encoder layer to the layer
+            below it.
         weight_decay: Weight decay.
         held_out: Fraction of the prompts in each of three held-out parts: one to choose the epoch,
             one to fit the temperature, one to test the judge.
-        unseen_writers: Number of answering models to hold out; their pairs are tested separately.
-            Default: a sixth of the models that answer in less than half of the pairs, or 0 if there
-            are fewer than six such models.
-        seed: Seed of the split, the head and the order of pairs.
+        unseen_writers: Number of answering models (those that wrote the answers) to hold out; the
+            pairs with their answers are tested separately. Default: a sixth of the models that
+            answer in less than half of the pairs, or 0 if there are fewer than six such models.
+        seed: Random seed for the split, the new head and the order of the pairs.
 
     Raises:
-        ValueError: A value has another type or is out of range.
+        ValueError: A value has the wrong type or is out of range, or two values conflict.
     """
 
     freeze: str = "all"
@@ -76,9 +78,9 @@ class JudgeConfig(CheckedConfig):
     def problems(self) -> Iterator[str]:
         """Yield messages about fields that conflict."""
         if self.link == "concat" and self.surface:
-            yield problem(self, "surface", "none of them for link='concat'")
+            yield problem(self, "surface", "no surface features with link='concat'")
 
     @property
     def trains_encoder(self) -> bool:
-        """Return whether a part of the encoder trains."""
+        """Whether any part of the encoder trains."""
         return self.freeze != "all"

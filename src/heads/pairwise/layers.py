@@ -18,44 +18,45 @@ from .choices import Link, Pooling
 from .functional import davidson
 from .surface import SurfaceEncoding
 
-# default width of a network, and the number of combinations of features that it reads
+# default hidden width of a network, and the number of linear combinations of features it reads
 _INNER = 64
 _COMBINATIONS = 16
-# a feature counts as constant if its spread is at most this share of the median spread; in MiniLM
-# and SmolLM2 the spread of varying features is a third of the median or more
+# a feature counts as constant if its standard deviation is at most this fraction of the median one;
+# in MiniLM and SmolLM2, that of varying features is a third of the median or more
 _SHARE_OF_MEDIAN = 1e-3
-# or this share of the largest spread, for encoders in which most features hardly vary
+# or this fraction of the largest one, for encoders in which most features hardly vary
 _SHARE_OF_LARGEST = 1e-6
 
 
 class PairwiseHead(nn.Module):
     """A head that computes logits of A, B and tie from the features of two answers.
 
-    - ``"davidson"`` gives each answer a score: a function of its features plus, if there are any, a
-      network on its surface features.
+    - ``"davidson"`` gives each answer a score: a function of its features, plus the output of a
+      network on its surface features, if the head reads any.
     - ``"antisymmetric"`` compares the answers by a weighted difference of their features and by a
       network. The network reads differences and means of a few linear combinations of the features,
       and the surface features of both answers. It runs on both orders of the answers: half the
-      difference of the two outputs is added to the win's logit, half their sum to the tie's.
+      difference of the two outputs is added to A's logit, and half their sum to the tie's logit.
     - ``"concat"`` is a classifier over the concatenated features of both answers.
 
     Except with ``"concat"``, swapping the answers swaps the first two logits bit for bit: both
-    answers go through the same products, one after the other, and the rest treats them alike.
-    Features are divided by the buffer ``scale``, which `fit_` sets. In evaluation, `Judge` divides
-    the logits by the buffer ``temperature``, which `calibrate_` sets. With ``uncertainty``, the
-    buffer ``covariance``, which `fit_uncertainty_` sets, makes verdicts in evaluation less
-    confident for pairs unlike the training pairs.
+    answers go through the same matrix products, one after the other, and all other operations are
+    symmetric in the two answers. Features are divided by the buffer ``scale``, which `fit_` sets.
+    In evaluation, `Judge` divides the logits by the buffer ``temperature``, which `calibrate_`
+    sets. With ``uncertainty``, the buffer ``covariance``, which `fit_uncertainty_` sets, makes
+    verdicts in evaluation less confident for pairs that are unlike the training pairs.
 
     Args:
         in_features: The width of the features, W.
         link: See `PairwiseConfig`.
         ties: Whether there is a class for ties.
-        hidden_features: The hidden width. 0 means a linear function of the features, and 64 for the
-            networks that ``"antisymmetric"`` and surface features use.
-        dropout: The dropout on the features and inside networks; half of it is on the inputs of the
-            networks that ``"antisymmetric"`` and surface features use.
-        surface: Kinds of surface features to read as well; none for ``"concat"``.
-        uncertainty: Whether to keep a covariance of the last layers; only for
+        hidden_features: The hidden width. 0 means a linear function of the features, and a width of
+            64 for the networks of ``"antisymmetric"`` and of surface features.
+        dropout: The dropout probability, for the features and inside networks. On the inputs of the
+            networks of ``"antisymmetric"`` and of surface features, it is half as large.
+        surface: Kinds of surface features that the head also reads; must be empty with
+            ``"concat"``.
+        uncertainty: Whether to keep a covariance of the last layers' weights; only for
             ``"antisymmetric"``.
 
     >>> head = PairwiseHead(8, link="antisymmetric", hidden_features=4).eval()
@@ -93,7 +94,7 @@ class PairwiseHead(nn.Module):
         if compares:
             # no bias: it would cancel in differences, and the next layer has one for means
             self.project = nn.Linear(in_features, _COMBINATIONS, bias=False)
-            # 2 for differences and means of the combinations; a second output is for ties
+            # twice, for differences and means of the combinations; a second output is for ties
             self.beside = _network(
                 looks + 2 * _COMBINATIONS, hidden_features or _INNER, 1 + ties, dropout
             )
@@ -107,7 +108,7 @@ class PairwiseHead(nn.Module):
                 self.beside = _network(looks, hidden_features or _INNER, 1, dropout)
             else:
                 self.beside = None
-        concat = link == "concat"  # in the other links a bias would cancel, or favor a side
+        concat = link == "concat"  # with the other links, a bias would cancel or favor a side
         self.outer = nn.Linear(width, 2 + ties if concat else 1, bias=concat)
         if ties and link != "concat":
             self.tie = nn.Parameter(torch.zeros(1))  # FSDP2 cannot shard scalars
@@ -124,14 +125,17 @@ class PairwiseHead(nn.Module):
 
     @property
     def _lasts(self) -> list[nn.Linear]:
-        """The last layers."""
+        """The last layers, which start as zeros."""
         beside: Any = self.beside
         if beside is None:
             return [self.outer]
         return [self.outer, beside[-1]]
 
     def reset_parameters(self) -> None:
-        """Zero the last layers: at first all classes are equally likely."""
+        """Initialize all parameters, with zeros in the last layers.
+
+        A new head gives all classes the same probability.
+        """
         for module in self.modules():
             # the layers below the last stay random: with zeros, no gradient would reach them
             if isinstance(module, nn.Linear):
@@ -151,7 +155,7 @@ class PairwiseHead(nn.Module):
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor, surface_a: Tensor, surface_b: Tensor) -> None:
-        """Set scales from features (P, W) of A and B, and bins from their surface features (P, F).
+        """Fit scales to features (P, W) of A and B, and bins to their surface features (P, F).
 
         Args:
             a: The features of A.
@@ -162,7 +166,7 @@ class PairwiseHead(nn.Module):
         # one scale for both sides, or the head would treat A and B differently
         spread = torch.cat([a, b]).float().std(0)
         # the last norm of MiniLM multiplies three dimensions by 1e-32 to 1e-8: divided by their
-        # spread, they would give the encoder infinite gradients
+        # standard deviation, they would give the encoder infinite gradients
         varying = spread[(spread > 0) & spread.isfinite()]
         least = 0.0
         if varying.numel():
@@ -176,17 +180,19 @@ class PairwiseHead(nn.Module):
     def set_tie_rate_(self, rate: float) -> None:
         """Set the probability of a tie between answers with equal scores.
 
-        With the data's rate, a new head starts closer to data with few or many ties.
+        With the tie rate of the data, a new head starts closer to data with few or many ties.
 
         Raises:
-            ValueError: ``rate`` is not between 0 and 1, or the head has no class for ties.
+            ValueError: ``rate`` is not strictly between 0 and 1, or the head has no class for ties.
         """
         if not self.ties:
             if rate == 1 / 3:  # the rate of every new head
                 return
-            raise ValueError("PairwiseHead: there is no class for ties; expected ties=True")
+            raise ValueError(
+                "PairwiseHead: expected a head with ties=True to set its tie rate, got ties=False"
+            )
         if not 0 < rate < 1:
-            raise ValueError(f"PairwiseHead: rate is {rate}, expected a share between 0 and 1")
+            raise ValueError(f"PairwiseHead: rate is {rate}, expected a number between 0 and 1")
         # for equal answers rate = ν / (2 + ν), solved for ν
         log_nu = math.log(2 * rate / (1 - rate))
         if self.tie is None:
@@ -197,7 +203,7 @@ class PairwiseHead(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Return whether the last layers are still all zeros."""
+        """Whether the weights of the last layers are still all zeros."""
         return not any(bool(last.weight.any()) for last in self._lasts)
 
     def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:
@@ -222,8 +228,8 @@ class PairwiseHead(nn.Module):
         for features in (a, b):
             if features.shape != a.shape or features.shape[-1:] != (self.in_features,):
                 raise ValueError(
-                    f"PairwiseHead: expected features (*B, {self.in_features}) of both answers, "
-                    f"got {list(a.shape)} and {list(b.shape)}"
+                    f"PairwiseHead: expected features of shape (*B, {self.in_features}) for both "
+                    f"answers, got shapes {list(a.shape)} and {list(b.shape)}"
                 )
         if self.link == "davidson":
             return self.linked(self.score(a, surface_a), self.score(b, surface_b))
@@ -239,8 +245,8 @@ class PairwiseHead(nn.Module):
         if self.covariance is not None and not self.training:
             read = torch.cat([a - b, hidden[0] - hidden[1]], -1) / 2
             variance = (read @ self.covariance * read).sum(-1)
-            # MacKay 1992: for normal x of mean m and variance v, the mean of sigmoid(x) is about
-            # sigmoid(m / sqrt(1 + pi v / 8)); here m is 2 wins, with 4 times the variance
+            # MacKay 1992: for a normal x of mean m and variance v, the mean of sigmoid(x) is about
+            # sigmoid(m / sqrt(1 + pi v / 8)); here m is 2 * wins, with 4 times the variance of wins
             wins = wins / (1 + math.pi / 2 * variance).sqrt()
         logits = [wins, -wins]
         if self.tie is not None:
@@ -250,7 +256,7 @@ class PairwiseHead(nn.Module):
     def _hidden(
         self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
     ) -> list[Tensor]:
-        """Return the inputs of the network's last layer, for the orders A, B and B, A."""
+        """Return the inputs of the network's last layer, for the orders (A, B) and (B, A)."""
         project: Any = self.project
         network: Any = self.beside
         few = [project(a), project(b)]
@@ -269,7 +275,7 @@ class PairwiseHead(nn.Module):
     def read_by_last(
         self, a: Tensor, b: Tensor, surface_a: Tensor | None, surface_b: Tensor | None
     ) -> Tensor:
-        """Return the inputs, (*B, W + hidden width), in which the win's logit is linear."""
+        """Return the last layers' inputs, (*B, W + hidden width); A's logit is linear in them."""
         a = a / self.scale
         b = b / self.scale
         one, other = self._hidden(a, b, surface_a, surface_b)
@@ -311,21 +317,21 @@ def _network(width: int, inner: int, outs: int, dropout: float) -> nn.Sequential
 def _given(surface: Tensor | None) -> Tensor:
     if surface is None:
         raise ValueError(
-            "PairwiseHead: surface features are None, expected a tensor (*B, F), because this head "
-            "reads them"
+            "PairwiseHead: expected surface features of shape (*B, F), which this head reads, got "
+            "None"
         )
     return surface
 
 
 class Pool(nn.Module):
-    """Pool hidden states (T, W) of all sequences into float32 features (S, K W), for K kinds.
+    """A layer that pools hidden states (T, W) into float32 features (S, K W), for K poolings.
 
     The mean is over the answer and the tokens after it, not over the prompt, because both answers
     have the same prompt.
 
     Args:
-        pooling: One or more of ``"mean"`` (over the answer), ``"first"`` and ``"last"`` (the
-            sequence's first and last state).
+        pooling: One or more of ``"mean"`` (the mean of the answer's states), ``"first"`` and
+            ``"last"`` (the sequence's first and last state).
 
     >>> pool = Pool(["mean", "last"])
     >>> states = torch.tensor([[9.0, 9.0], [1.0, 0.0], [3.0, 0.0], [5.0, 1.0]])
@@ -358,7 +364,7 @@ class Pool(nn.Module):
             else:
                 place = torch.arange(len(states), device=states.device)
                 # an answer runs to the end of its sequence, so one bound is enough;
-                # output_size avoids a wait for the GPU
+                # output_size avoids waiting for the GPU
                 of_answer = place >= (starts + begins).repeat_interleave(
                     lengths, output_size=len(states)
                 )

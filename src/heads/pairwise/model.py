@@ -39,11 +39,12 @@ from .surgery import keep_lowest_
 
 
 class PairwiseModel(SavedJudge):
-    """An encoder with a `PairwiseHead`: it judges which of two answers to a prompt is better.
+    """An encoder with a `PairwiseHead` that decides which of two answers to a prompt is better.
 
     The encoder can also be a decoder, such as a causal language model without its head. All answers
-    of a batch go through it in one pass, without padding if `check_packing` finds that this does
-    not change its outputs. Features and head are float32, whatever the encoder's dtype is.
+    of a batch go through the encoder in one pass. They are not padded if `check_packing` finds that
+    this does not change the encoder's outputs. Features and head are float32, whatever the
+    encoder's dtype is.
 
     Args:
         config: The settings of encoder and head; see `from_encoder` for a pretrained encoder.
@@ -51,9 +52,9 @@ class PairwiseModel(SavedJudge):
 
     Attributes:
         tokenizer: The tokenizer for `predict` and `rank`; it is saved and loaded with the model.
-        packing: Whether the encoder runs without padding, and if not, why. If another attention is
-            chosen later, by ``model.encoder.set_attn_implementation``, it is kept, and sequences
-            are padded.
+        packing: Whether the encoder runs without padding, and if not, why. If
+            ``model.encoder.set_attn_implementation`` later sets another attention implementation,
+            that one is used, and sequences are padded.
 
     Raises:
         ValueError: ``config.encoder`` is None.
@@ -88,13 +89,13 @@ class PairwiseModel(SavedJudge):
             )
         inner: Any = encoder
         if encoder is None:
-            # the dtype that from_pretrained was called with, not the saved one
+            # the dtype that was passed to from_pretrained, not the saved one
             inner = AutoModel.from_config(config.encoder, dtype=torch.get_default_dtype())
         else:
             for module in inner.modules():
                 module._is_hf_initialized = True  # do not initialize its weights again
         _drop_pooler_(inner)
-        inner.config.use_cache = False  # keys and values are never used again
+        inner.config.use_cache = False  # keys and values are never reused
         self.encoder = inner
         self.pool = Pool(config.pooling)
         self.head = PairwiseHead(
@@ -107,7 +108,7 @@ class PairwiseModel(SavedJudge):
             uncertainty=config.uncertainty,
         )
         self.post_init()
-        # from_pretrained builds the model without data, and checks it after loading the weights
+        # from_pretrained builds the model on the meta device, and checks packing after loading
         if inner.device.type != "meta":
             self.packing: PackingReport = check_packing(inner)
 
@@ -129,30 +130,31 @@ class PairwiseModel(SavedJudge):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> PairwiseModel:
-        """Put a new head on a pretrained encoder.
+        """Build a judge from a pretrained encoder, with a new head.
 
         Args:
-            encoder: A folder, a hub id, or a model. The encoder of a model is changed in place: it
-                loses its pooler, is cast to ``dtype`` and, if it can be packed, gets another
-                attention. A model's own head is ignored.
+            encoder: A folder, a hub id, or a model. The encoder of a model is changed in place: its
+                pooler and the layers above ``depth`` are removed, it is cast to ``dtype`` and, if
+                it can be packed, it gets another attention implementation. A model's own head is
+                ignored.
             tokenizer: The encoder's tokenizer, or its folder or hub id; default: that of the
                 encoder's folder or hub id.
             dtype: The dtype of the encoder's weights; None keeps the checkpoint's dtype. bfloat16
-                suits a frozen encoder; train an encoder in half precision only if you know that
-                this works for it.
+                suits a frozen encoder. Train an encoder in half precision only if you know that
+                half precision works for this encoder.
             depth: The number of the encoder's layers to keep, from the lowest; default: all. Fewer
                 layers are cheaper, and can judge better.
             revision: The revision of the encoder on the hub, and of a tokenizer that comes with it.
-            token: The access token of the hub.
-            trust_remote_code: Run code that comes with a model.
-            **options: Fields of `PairwiseConfig`. The defaults are the settings that judged best:
-                ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface features
-                (none with ``link="concat"``).
+            token: The access token for the hub.
+            trust_remote_code: Whether to run code that comes with the encoder or the tokenizer.
+            **options: Fields of `PairwiseConfig`. The defaults here are the settings that performed
+                best: ``link="antisymmetric"``, ``pooling=["mean", "last"]`` and all surface
+                features (none with ``link="concat"``).
 
         Raises:
-            ValueError: The tokenizer is not the encoder's or has no words; the encoder returns no
-                hidden states or could not be loaded again; an option is unknown or invalid; or
-                ``depth`` is out of range.
+            ValueError: The tokenizer is not the encoder's or has only special tokens; the encoder
+                returns no hidden states or cannot be rebuilt from its config; an option is unknown
+                or invalid; or ``depth`` is out of range.
         """
         # before anything is downloaded
         _check_options(options)
@@ -184,7 +186,7 @@ class PairwiseModel(SavedJudge):
             keep_lowest_(inner, depth)
         # before the check, which runs the encoder
         _drop_pooler_(inner)
-        # check_packing would not raise: it reports that an encoder that fails must be padded
+        # check_packing would not raise for a failing encoder, but report that it must be padded
         check_encoder(inner)
         check_loadable(inner)
         packing = check_packing(inner)
@@ -194,7 +196,7 @@ class PairwiseModel(SavedJudge):
         # without a local path
         encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""
         config = PairwiseConfig(encoder=encoder_config, **options)
-        # saved as a number, so that a loaded judge cuts texts as the trained one did
+        # saved as a number, so that a loaded judge truncates texts as the trained one did
         config.max_tokens = most_tokens(
             "from_encoder", config.max_tokens, inner, packing, tokenizer
         )
@@ -205,7 +207,7 @@ class PairwiseModel(SavedJudge):
         return model
 
     def dataset(self, pairs: Sequence[object], *, progress: bool = True) -> PairwiseDataset:
-        """Return pairs as a data set for this model."""
+        """Return a data set of pairs for this model; see `PairwiseDataset`."""
         return PairwiseDataset(pairs, self._own_tokenizer, self.config, progress=progress)
 
     def predict(
@@ -217,26 +219,28 @@ class PairwiseModel(SavedJudge):
         batch_size: int = 32,
         progress: bool = True,
     ) -> Predictions:
-        """Judge many pairs.
+        """Predict the verdicts on pairs of answers.
 
         Args:
             prompts: The prompts, one for each pair.
             a: The answers called A.
             b: The answers called B.
             batch_size: Number of pairs in a batch.
-            progress: Show a progress bar.
+            progress: Whether to show a progress bar.
 
         Raises:
-            ValueError: The lists are empty or differ in length, an item is neither text nor turns,
-                or the model has no tokenizer.
+            ValueError: The lists are empty or differ in length, an item is neither a string nor a
+                list of turns, or the model has no tokenizer.
         """
-        # a text is a sequence, too: its characters would be judged one by one
+        # a string is a sequence, too: its characters would be judged one by one
         if any(isinstance(part, str) for part in (prompts, a, b)):
-            raise ValueError("predict: expected lists of texts for prompts, a and b, got a text")
+            raise ValueError(
+                "predict: expected lists of texts for prompts, a and b, got a single string"
+            )
         if not len(prompts) == len(a) == len(b):
             raise ValueError(
-                f"predict: {len(prompts)} prompts, {len(a)} and {len(b)} answers; expected lists "
-                "of equal length"
+                f"predict: expected lists of equal length, got {len(prompts)} prompts, {len(a)} "
+                f"answers in a and {len(b)} in b"
             )
         data = self.dataset(list(zip(prompts, a, b, strict=True)), progress=progress)
         return predict_pairs(self, data, batch_size=batch_size, progress=progress)
@@ -250,17 +254,19 @@ class PairwiseModel(SavedJudge):
         both orders and fit Bradley-Terry scores to the verdicts.
 
         Args:
-            prompt: The prompt: a text, or turns.
-            answers: One or more answers.
+            prompt: The prompt: a string, or a list of turns.
+            answers: One or more answers, each a string or a list of turns.
             batch_size: Number of pairs that are compared at once; a quarter as many answers are
                 encoded at once.
 
         Raises:
-            ValueError: There are no answers, ``batch_size`` is below 1, an item is neither text nor
-                turns, or the model has no tokenizer.
+            ValueError: There are no answers, ``batch_size`` is below 1, the prompt or an answer is
+                neither a string nor a list of turns, or the model has no tokenizer.
         """
         if isinstance(answers, str) or not len(answers):
-            raise ValueError(f"rank: answers are {answers!r:.60}, expected 1 or more texts")
+            raise ValueError(
+                f"rank: answers is {answers!r:.60}, expected a list of 1 or more texts"
+            )
         if batch_size < 1:
             raise ValueError(f"rank: batch_size is {batch_size}, expected 1 or more")
         return rank_answers(
@@ -271,14 +277,15 @@ class PairwiseModel(SavedJudge):
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError(
-                "PairwiseModel: the model has no tokenizer; set model.tokenizer to the encoder's"
+                "PairwiseModel: expected a model with a tokenizer, got none; set model.tokenizer "
+                "to the encoder's tokenizer"
             )
         return self.tokenizer
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    """Raise for options that `PairwiseConfig` does not have."""
-    # encoder is an argument of its own, and rest stands for transformers' fields
+    """Check that all options are fields of `PairwiseConfig`."""
+    # encoder is a separate argument, and rest stands for transformers' fields
     fields = [
         name
         for name in inspect.signature(PairwiseConfig).parameters
@@ -291,7 +298,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def _load_encoder(place: str, dtype: torch.dtype | None, hub: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a model from a folder or the hub; without ``dtype``, in its checkpoint's dtype."""
+    """Load a model from a folder or the hub; if ``dtype`` is None, in its checkpoint's dtype."""
     with reading(place, "from_encoder"):
         return AutoModel.from_pretrained(place, dtype="auto" if dtype is None else dtype, **hub)
 
@@ -303,26 +310,26 @@ def _load_tokenizer(place: str, hub: Mapping[str, Any]) -> Any:
 
 
 class _NoPooler(nn.Module):
-    """A pooler that returns its states, whatever else the encoder passes to it."""
+    """A pooler that returns the states unchanged and ignores other arguments."""
 
     def forward(self, states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return states
 
 
 def _drop_pooler_(encoder: Any) -> None:
-    """Take an encoder's pooler out, if it has one.
+    """Remove an encoder's pooler, if it has one.
 
-    `Pool` replaces it, and parameters without gradients stop DDP.
+    `Pool` replaces it, and DDP fails if parameters get no gradients.
     """
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = _NoPooler()  # not None, because SqueezeBERT always calls its pooler
 
 
 def _text_encoder(model: object) -> Any:
-    """Return a model's encoder; raise if it gives no hidden states of a text."""
+    """Return a model's encoder; raise a ValueError if it does not encode text."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"from_encoder: encoder is a {type(model).__name__}; expected a transformers model"
+            f"from_encoder: expected a transformers model as encoder, got a {type(model).__name__}"
         )
     # a model with a head keeps its encoder under this name; a bare encoder lacks it
     inner: Any = getattr(model, model.base_model_prefix, model)
@@ -332,7 +339,7 @@ def _text_encoder(model: object) -> Any:
         or inner.main_input_name != "input_ids"  # the model takes images or audio
     ):
         raise ValueError(
-            "from_encoder: expected an encoder that gives hidden states of a text, got "
+            "from_encoder: expected an encoder that computes hidden states of text, got "
             f"{type(inner).__name__}"
         )
     return inner
@@ -343,7 +350,7 @@ AutoModel.register(PairwiseConfig, PairwiseModel, exist_ok=True)
 
 
 def _best_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of `PairwiseConfig`, completed with the defaults that judged best."""
+    """Return options of `PairwiseConfig`, completed with the defaults that performed best."""
     best: dict[str, Any] = {"link": "antisymmetric", "pooling": ["mean", "last"]}
     if options.get("link") != "concat":  # which takes no surface features
         best["surface"] = list(SURFACE)

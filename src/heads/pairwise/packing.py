@@ -4,10 +4,11 @@ No sequence attends to another.
 
 transformers' encoders take position ids of packed examples, but with sdpa or eager attention they
 silently let the examples attend to each other. This module registers an attention function that
-takes the boundaries of sequences. Encoders that do not pass the boundaries on to it are padded;
-`check_packing` tests this. Causal models are packed, too.
+takes the boundaries of sequences. `check_packing` tests whether an encoder passes the boundaries to
+this function; if not, the encoder's sequences are padded. Causal models can be packed, too.
 
-Shapes: T tokens of all sequences, S sequences, W width of the encoder, V tokens of the vocabulary.
+Shapes: T tokens of all sequences, S sequences, W width of the encoder, V tokens of the vocabulary,
+H heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ def _attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with transformers' signature, (1, H, T, d) to (1, T, H, d).
+    """Compute attention with the signature that transformers expects.
 
-    Without boundaries of sequences, this is stock sdpa attention.
+    Inputs are (1, H, T, d), and the output is (1, T, H, d). If no boundaries of sequences are
+    passed, this is transformers' sdpa attention.
     """
     if options.get(_ENDS) is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-    # check_packing catches this error, and such encoders are padded (Gemma 2, gpt-oss)
+    # check_packing catches this error and pads such encoders (Gemma 2, gpt-oss)
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ValueError("its attention has a soft cap or sinks")
     causal = options.get("is_causal")
@@ -89,7 +91,7 @@ def _attention(
 
 
 def _mask(*args: Any, **options: object) -> Tensor | None:
-    """Return None if packed, since a mask would have T x T entries, else sdpa's stock mask."""
+    """Return None for packed sequences, whose mask would be T x T, otherwise sdpa's mask."""
     if _PACKED.get():
         return None
     return sdpa_mask(*args, **options)
@@ -104,9 +106,9 @@ class PackingReport(Report):
     """The result of `check_packing`: whether an encoder is packed, and if not, why.
 
     Attributes:
-        encoder: The name of its class.
-        packed: Whether it runs without padding.
-        reason: Why it is padded; empty if it is packed.
+        encoder: The name of the encoder's class.
+        packed: Whether the encoder runs without padding.
+        reason: Why the encoder is padded; empty if it is packed.
         offset: The position id of a sequence's first token.
     """
 
@@ -134,13 +136,13 @@ def encode_packed(
     token_type_ids: Tensor | None,
     offset: int = 0,
 ) -> Tensor:
-    """Return the last hidden states (T, W) of S concatenated sequences, from one pass."""
+    """Encode S concatenated sequences in one pass; return the last hidden states, (T, W)."""
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
     sizes = torch.tensor(lengths, device=input_ids.device)
     starts = torch.tensor(ends[:-1], device=input_ids.device)
-    # positions restart with each sequence; output_size avoids a wait for the GPU
+    # positions restart with each sequence; output_size avoids waiting for the GPU
     places = torch.arange(len(input_ids), device=input_ids.device) - starts.repeat_interleave(
         sizes, output_size=ends[-1]
     )
@@ -158,12 +160,12 @@ def encode_packed(
 def encode_padded(
     encoder: nn.Module, input_ids: Tensor, lengths: Sequence[int], token_type_ids: Tensor | None
 ) -> Tensor:
-    """Return the same as `encode_packed`, but pad sequences to the longest one."""
+    """Return the last hidden states as `encode_packed` does, but pad to the longest sequence."""
     sizes = list(lengths)
     mask = pad_sequence(
         [torch.ones(n, dtype=torch.bool, device=input_ids.device) for n in sizes], batch_first=True
     )
-    # the mask hides the padding, but RoBERTa uses its id to count positions
+    # the mask hides the padding, but RoBERTa computes positions from the padding id
     fill = getattr(encoder.config, "pad_token_id", None) or 0
     options: dict[str, object] = {}
     if token_type_ids is not None:
@@ -183,8 +185,8 @@ def _states(encoder: nn.Module, output: object) -> Tensor:
         else:
             fields = type(output).__name__
         raise ValueError(
-            f"PairwiseModel: expected a last_hidden_state from {type(encoder).__name__}, got "
-            f"{fields}"
+            f"PairwiseModel: expected an output of {type(encoder).__name__} with a "
+            f"last_hidden_state, got {fields}"
         )
     return states
 
@@ -196,7 +198,7 @@ def base_of(encoder: PreTrainedModel) -> PreTrainedModel:
 
 
 def embedding_weight(encoder: PreTrainedModel) -> Tensor:
-    """Return the tokens' embeddings, (V, W)."""
+    """Return the token embeddings, (V, W)."""
     weight = encoder.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight
@@ -206,17 +208,17 @@ def embedding_weight(encoder: PreTrainedModel) -> Tensor:
 def check_packing(encoder: PreTrainedModel) -> PackingReport:
     """Test on three short sequences whether packing changes an encoder's outputs.
 
-    The test runs once for each class, device and config.
+    The test runs once for each encoder class, device type and config; later calls reuse the result.
 
-    Packed states must equal those of the sequences alone up to rounding, and must not depend on
-    other sequences by a single bit. If so, the encoder's attention is replaced by
-    `packed_attention`, in place; otherwise it stays as it is.
+    The packed hidden states must equal those of each sequence alone up to rounding, and must not
+    change by a single bit if another sequence changes. If both hold, the encoder's attention is
+    replaced by `packed_attention`, in place; otherwise the attention stays as it is.
 
     Args:
-        encoder: A model of transformers with a ``last_hidden_state``.
+        encoder: A transformers model whose output has a ``last_hidden_state``.
 
     Returns:
-        Whether the encoder is packed, and if not, the reason.
+        A report that says whether the encoder is packed, and if not, why.
 
     >>> from transformers import BertConfig, BertModel
     >>> config = BertConfig(
@@ -278,7 +280,7 @@ def _tried(encoder: PreTrainedModel) -> PackingReport:
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # a forward without support may raise any of these
+    ) as error:  # a forward pass without support for packing may raise any of these
         return PackingReport(
             name, False, f"it fails on packed sequences ({str(error).splitlines()[0]:.80})"
         )

@@ -1,4 +1,4 @@
-"""`Pair`: a prompt, two answers (texts or turns of a conversation), and which is better."""
+"""`Pair`: a prompt, two answers (strings or turns of a conversation), and which is better."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 
 
 Words = str | tuple[Turn, ...]
-"""A text, or turns of a conversation."""
+"""A string, or the turns of a conversation."""
 
 WordsLike = str | Sequence[Turn | tuple[str, str] | Mapping[str, str]]
 """The values that `check_words` converts to `Words`."""
@@ -65,11 +65,13 @@ class Pair(NamedTuple):
     """A prompt, two answers, which is better, and who wrote them.
 
     Attributes:
-        prompt: The text, or the turns of the conversation, that both answers reply to.
-        a: Answer A: a text, or the turns after the shared prompt. The last turn is the assistant's.
-        b: Answer B, in the same form.
-        label: 0 for A, 1 for B, 2 for a tie, shares of A, B and tie, or None.
-        writers: The names of the models that wrote A and B, or None if unknown.
+        prompt: The string, or the turns of the conversation, that both answers reply to.
+        a: Answer A: a string, or the turns after the shared prompt. The last turn is the
+            assistant's.
+        b: Answer B: a string or turns, as for A.
+        label: 0 if A is better, 1 if B is better, 2 for a tie, or a soft label: the fractions of
+            annotators who chose A, B and tie. None means no label.
+        writers: The names of the models that wrote A and B; None for an unknown name.
     """
 
     prompt: Words
@@ -80,7 +82,7 @@ class Pair(NamedTuple):
 
 
 def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
-    """Return words as turns: a text becomes one turn, an empty prompt becomes none.
+    """Convert ``words`` to turns: a string becomes one turn, and an empty prompt becomes none.
 
     >>> turns_of("user", "Hello"), turns_of("user", "")
     ((Turn(role='user', text='Hello'),), ())
@@ -93,7 +95,7 @@ def turns_of(role: str, words: Words) -> tuple[Turn, ...]:
 
 
 def said_by(role: str, words: Words) -> str:
-    r"""Return the turns of one role, joined by empty lines; return plain text as it is.
+    r"""Return the text of one role's turns, joined by blank lines; return a string as it is.
 
     >>> said_by(
     ...     "assistant",
@@ -107,7 +109,7 @@ def said_by(role: str, words: Words) -> str:
 
 
 def plain(value: object) -> Any:
-    """Return arrays and tuples as lists, nan as None.
+    """Convert arrays and tuples to lists, and nan to None; return other values as they are.
 
     This undoes the changes that NumPy, pandas and parquet make to lists and None.
     """
@@ -120,19 +122,24 @@ def plain(value: object) -> Any:
 
 
 def sound(name: str, text: str) -> str:
-    """Return the text; raise a ValueError if UTF-8, which tokenizers need, cannot encode it."""
+    """Check that UTF-8, which tokenizers need, can encode a text; return the text.
+
+    Raises:
+        ValueError: The text has a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has half of a surrogate pair, expected Unicode text") from error
+        raise ValueError(f"{name} has a lone surrogate, expected valid Unicode text") from error
     return text
 
 
 def check_words(name: str, value: object) -> Words:
-    """Return a text, or turns as `Turn`s; an answer's last turn must be the assistant's.
+    """Return a string as it is, or convert a list of messages to `Turn`s.
 
     Raises:
-        ValueError: The value is neither, or ends with another turn.
+        ValueError: The value is neither a string nor a list of messages, or it is an answer whose
+            last turn is not the assistant's.
 
     >>> check_words("a", [{"role": "assistant", "content": "Yes."}])
     (Turn(role='assistant', text='Yes.'),)
@@ -157,7 +164,7 @@ def check_words(name: str, value: object) -> Words:
             )
         turns.append(Turn(turn[0], sound(name, turn[1])))
     if name != "prompt" and (not turns or turns[-1].role != "assistant"):
-        raise ValueError(f"{name} is {value!r:.60}, expected the assistant's turn last")
+        raise ValueError(f"{name} is {value!r:.60}, expected the last role to be assistant")
     return tuple(turns)
 
 
@@ -165,7 +172,7 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
     """Convert pairs, tuples, or mappings with the keys prompt, a, b and label to `Pair`s.
 
     Raises:
-        ValueError: An item is none of these, or invalid; the message has its index.
+        ValueError: An item is none of these or is invalid; the message gives its index.
 
     >>> as_pairs("an example", [{"prompt": "2 + 2?", "a": "4", "b": "5", "label": "A"}])
     [Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))]
@@ -177,7 +184,7 @@ def as_pairs(operation: str, pairs: Iterable[object], classes: int = 3) -> list[
             pair = (pair["prompt"], pair["a"], pair["b"], pair.get("label"))
         if not isinstance(pair, (tuple, list)) or not 3 <= len(pair) <= len(Pair._fields):
             hint = ""
-            # the caller passed all that `read_pairs` returned: pairs and report
+            # the caller passed everything that `read_pairs` returned: pairs and report
             if isinstance(pair, list) and pair and isinstance(pair[0], Pair):
                 hint = "; read_pairs returns two values: pairs, report = read_pairs(...)"
             raise ValueError(
@@ -201,16 +208,16 @@ def split_pairs(
 ) -> list[list[Pair]]:
     """Split pairs into parts, such as training, validation and test, that share no prompt.
 
-    If there are fewer than ten prompts per part, single pairs are drawn instead, and parts may
+    If there are fewer than ten prompts per part, pairs are split instead of prompts, and parts may
     share prompts.
 
     Args:
-        pairs: Pairs in any order, which the parts keep.
-        shares: The parts' shares of the prompts; they sum to 1.
-        seed: The seed of the draw.
+        pairs: Pairs in any order; each part keeps this order.
+        shares: The fraction of the prompts in each part; the fractions sum to 1.
+        seed: The random seed of the split.
 
     Returns:
-        One list for each share.
+        One list of pairs for each share.
 
     Raises:
         ValueError: The shares are not positive or do not sum to 1, or a part has no pair.
@@ -221,9 +228,9 @@ def split_pairs(
     """
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(
-            f"split_pairs: shares are {shares!r}, expected positive ones that sum to 1"
+            f"split_pairs: shares is {shares!r}, expected positive numbers that sum to 1"
         )
-    # each pair without a prompt counts as a prompt of its own
+    # each pair without a prompt counts as a separate prompt
     prompts = [(str(pair.prompt), 0 if pair.prompt else n) for n, pair in enumerate(pairs)]
     if len(set(prompts)) < 10 * len(shares):
         prompts = [("", number) for number in range(len(pairs))]
@@ -241,14 +248,14 @@ def split_pairs(
         parts[part_of[prompt]].append(pair)
     if not all(parts):
         raise ValueError(
-            f"split_pairs: expected enough pairs for every part, got {len(pairs)}, which make "
-            f"parts of {[len(part) for part in parts]}"
+            f"split_pairs: expected enough pairs for every part, got {len(pairs)} pairs, which "
+            f"make parts of sizes {[len(part) for part in parts]}"
         )
     return parts
 
 
 def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
-    """Count the pairs of each class; soft labels count for their largest share."""
+    """Count the pairs of each class; a soft label counts as its most frequent class."""
     counts = [0, 0, 0]
     for pair in pairs:
         label = pair.label
@@ -260,7 +267,7 @@ def count_labels(pairs: Iterable[Pair]) -> tuple[int, ...]:
 
 
 def listed_counts(counts: Sequence[int]) -> str:
-    """Return counts of the classes as text.
+    """Format the counts of the classes.
 
     >>> listed_counts((3, 1, 0))
     'A 3, B 1, tie 0'
@@ -272,12 +279,12 @@ def listed_counts(counts: Sequence[int]) -> str:
 
 
 def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | None:
-    """Convert a label to a class, to shares that sum to 1, or, if it is empty, to None.
+    """Convert a label to a class index, to fractions that sum to 1, or, if it is empty, to None.
 
-    With two classes, the share of ties may be left out or 0.
+    With two classes, the fraction of ties may be 0 or omitted.
 
     Raises:
-        ValueError: The label is none of these.
+        ValueError: The label cannot be converted.
 
     >>> check_label("model_b"), check_label("Tie (both bad)"), check_label([0.5, 0.5, 0.0])
     (1, 2, (0.5, 0.5, 0.0))
@@ -300,7 +307,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         shares = _parse_soft_label(label, classes)
         if shares is None:
             raise ValueError(
-                f"a label is {label!r}, expected {classes} shares that sum to 1{without}"
+                f"label is {label!r}, expected {classes} fractions that sum to 1{without}"
             )
         return shares
     # bool is an int, and True would be B
@@ -310,7 +317,7 @@ def check_label(label: object, classes: int = 3) -> int | tuple[float, ...] | No
         or label not in range(classes)
     ):
         known = ", ".join(f"{k} ({name})" for k, name in enumerate(CLASSES[:classes]))
-        raise ValueError(f"a label is {label!r}, expected {known}{without}")
+        raise ValueError(f"label is {label!r}, expected one of {known}{without}")
     return int(label)
 
 
@@ -320,10 +327,10 @@ def _parse_soft_label(label: list[Any], classes: int) -> tuple[float, ...] | Non
         shares = tuple(float(share) for share in label)
     except (TypeError, ValueError):
         return None
-    # a model without ties takes three shares if the share of ties is 0
+    # a model without ties takes three fractions if that of ties is 0
     if not any(shares[classes:]):
         shares = shares[:classes]
-    # `not`, because comparisons with nan are False; the tolerance is for rounded shares
+    # `not`, because comparisons with nan are False; the tolerance is for rounded fractions
     if len(shares) != classes or not min(shares) >= 0 or not abs(sum(shares) - 1) < 1e-3:
         return None
     return shares

@@ -1,4 +1,4 @@
-"""Plain definitions of attention within packed sequences, and of the Davidson link.
+"""Reference definitions of attention within packed sequences, and of the Davidson link.
 
 Shapes: T tokens of all sequences, S sequences, H query heads, G key and value heads, d width of a
 head, P pairs.
@@ -22,7 +22,8 @@ def packed_attention(
 ) -> Tensor:
     """Compute softmax(scale q kᵀ) v, in which tokens attend only within their own sequence.
 
-    With ``window``, they attend only to tokens that are at most ``window`` away.
+    With ``window``, tokens attend only to tokens that are at most ``window`` away. With ``causal``,
+    they attend only to themselves and to earlier tokens.
     """
     tokens, heads, width = query.shape
     # each head of the key serves a run of neighboring query heads, as in torch's enable_gqa
@@ -41,9 +42,9 @@ def packed_attention(
 
 
 def davidson(score_a: Tensor, score_b: Tensor, log_nu: Tensor) -> Tensor:
-    """Return (P, 3) probabilities of A, B, tie: ``πA : πB : ν sqrt(πA πB)``, π = e^score.
+    """Return probabilities of A, B and tie, (P, 3), in proportion ``πA : πB : ν sqrt(πA πB)``.
 
-    Source: Davidson 1970.
+    Source: Davidson 1970. π is ``exp(score)``.
     """
     a = score_a.exp()
     b = score_b.exp()

@@ -19,7 +19,7 @@ from .config import PairwiseConfig
 from .judge import Judge
 from .packing import check_packing
 
-# options for finding files, which are passed on to the tokenizer
+# options for finding files, which are also passed to the tokenizer
 _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
@@ -37,7 +37,7 @@ class SavedJudge(Judge):
         with reading(place, "from_pretrained"):
             loaded = super().from_pretrained(place, *args, **kwargs)
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
-        # the model was built without data, so packing could not be tested before
+        # the model was built on the meta device, so packing could not be tested before
         model.packing = check_packing(model.encoder)
         try:
             hub_options = {name: value for name, value in kwargs.items() if name in _FROM_HUB}
@@ -69,30 +69,30 @@ class SavedJudge(Judge):
         report: object = None,
         **kwargs: object,
     ) -> None:
-        """Write config, weights (safetensors), a card and, if the model has one, the tokenizer.
+        """Write the config, weights (safetensors), a model card and, if any, the tokenizer.
 
         Args:
             save_directory: The output folder; it is created if it does not exist.
-            is_main_process: Whether this process writes.
+            is_main_process: Whether this process writes the files.
             *args: Passed on to transformers.
-            report: A `PairwiseReport` for the card, README.md. With it, an existing card is
-                replaced; without it, a card is written only if there is none.
+            report: A `PairwiseReport` for the model card, README.md. If it is given, an existing
+                card is replaced; otherwise, a card is written only if there is none.
             **kwargs: Passed on to transformers.
 
         Raises:
             ValueError: ``push_to_hub`` is set, which would not upload the card and the tokenizer;
-                or a file is in the folder's place, or a link or a folder in the card's.
+                ``save_directory`` is a file; or the card's path is a link or a folder.
         """
         if kwargs.get("push_to_hub"):
             raise ValueError(
-                "save_pretrained: push_to_hub is set; expected model.push_to_hub(repo_id, "
-                "report=report)"
+                "save_pretrained: push_to_hub would not upload the card and the tokenizer; call "
+                "model.push_to_hub(repo_id, report=report) instead"
             )
         if is_main_process:
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            # lexists, because a broken link may be the user's, too
+            # lexists, because even a broken link may be one that the user has made
             if report is not None or not os.path.lexists(folder / CARD):
                 with new_file(folder / CARD, "save_pretrained") as part:
                     part.write_text(judge_card(self.config, report), encoding="utf-8")
@@ -101,11 +101,11 @@ class SavedJudge(Judge):
     def push_to_hub(  # pyrefly: ignore[bad-override]
         self, repo_id: str, *, report: object = None, **options: Any
     ) -> str:
-        """Upload the files of `save_pretrained` to a repository on the hub.
+        """Upload the model to a repository on the hub, with all files of `save_pretrained`.
 
         Args:
             repo_id: The repository, ``owner/name``; it is created if it does not exist.
-            report: A `PairwiseReport` for the card.
+            report: A `PairwiseReport` for the model card.
             **options: Options of `model_components.push_to_hub`, such as ``private``.
 
         Returns:

@@ -1,6 +1,7 @@
 """Surface features of an answer: its length, its style, and its overlap with the prompt.
 
-They do not show whether an answer is right; `pairwise_report` shows how much a judge uses them.
+These features do not show whether an answer is correct. `pairwise_report` shows how much a judge
+depends on them.
 
 Shapes: N and P pairs, F features, B bins.
 """
@@ -42,7 +43,8 @@ SURFACE = {
     ),
     "overlap": ("words of the prompt", "prompt covered"),
 }
-"""Names of the features, by kind. Counts enter as log(1 + count); others are ratios or flags."""
+"""Names of the features, by kind. Counts are stored as log(1 + count); others are ratios or flags.
+"""
 
 NAMES = tuple(name for names in SURFACE.values() for name in names)
 
@@ -50,7 +52,7 @@ NAMES = tuple(name for names in SURFACE.values() for name in names)
 _COUNTED = tuple(
     re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for pattern in (
-        # not \s*: that would run over empty lines, and a million of them would take hours
+        # not \s*, which would match across blank lines, and take hours for a million of them
         r"^[^\S\n]*[-*•]\s",
         r"^[^\S\n]*\d+[.)]\s",
         r"```",
@@ -65,7 +67,7 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def surface_of(prompt: str, answer: str) -> np.ndarray:
-    r"""Return an answer's features, in the order of `NAMES`, as float64.
+    r"""Return an answer's surface features, in the order of `NAMES`, as float64.
 
     >>> found = dict(
     ...     zip(NAMES, surface_of("Name two fruits.", "1. Apple\n2. Pear").round(2).tolist())
@@ -118,26 +120,27 @@ def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def columns_of(kinds: Sequence[str]) -> list[int]:
-    """Return the indices in `NAMES` of the features of these kinds."""
+    """Return the indices, in `NAMES`, of the features of these kinds."""
     return [NAMES.index(name) for kind in kinds for name in SURFACE[kind]]
 
 
 class SurfaceEncoding(nn.Module):
     """An encoding of surface features for a network.
 
-    Each feature becomes B numbers: how far its value is through each of B bins.
+    Each feature becomes B numbers from 0 to 1: for each bin, the fraction of the bin that lies
+    below the feature's value.
 
     The edges of the bins are quantiles of the data passed to `fit_` (Gorishniy, Rubachev and
     Babenko, "On Embeddings for Numerical Features in Tabular Deep Learning", 2022). For one answer,
     its features are encoded; for two answers, the differences and means of their features.
 
     Args:
-        kinds: Which features: any of ``"length"``, ``"style"``, ``"overlap"``.
+        kinds: The kinds of features: any of ``"length"``, ``"style"`` and ``"overlap"``.
         compares: Whether to encode two answers instead of one.
         bins: The number of bins, B.
 
     Attributes:
-        width: The number of values that encode one answer, or two with ``compares``.
+        width: The number of values in an encoding.
 
     >>> encoding = SurfaceEncoding(["length"], compares=False, bins=2)
     >>> encoding.fit_(torch.arange(3.0)[:, None].expand(3, len(NAMES)), torch.ones(3, len(NAMES)))
@@ -156,8 +159,8 @@ class SurfaceEncoding(nn.Module):
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor) -> None:
-        """Set the bins to quantiles of the (N, F) features of A and B."""
-        # both orders, so that the bins of differences are alike for A and B
+        """Set the edges of the bins to quantiles of the features of A and B, each (N, F)."""
+        # both orders, so that the bins of differences are symmetric in A and B
         seen = torch.cat([self._seen(a, b), self._seen(b, a)]).double()
         shares = torch.linspace(0, 1, self.edges.shape[1], dtype=torch.float64)
         self.edges.copy_(torch.stack([torch.quantile(column, shares) for column in seen.unbind(1)]))

@@ -42,13 +42,13 @@ def encoder_layers(
     """Return the name and the list of an encoder's layers.
 
     Args:
-        operation: The operation that the message names.
+        operation: The operation to name in the error message.
         encoder: The encoder.
-        instead: The values that the message suggests.
+        instead: The values to suggest in the error message.
 
     Raises:
-        ValueError: There is no list of ``num_hidden_layers`` layers, for example because layers
-            share parameters.
+        ValueError: The encoder has no list of ``num_hidden_layers`` layers, for example because
+            layers share parameters.
     """
     config = encoder.config
     wanted = config.num_hidden_layers
@@ -64,8 +64,8 @@ def encoder_layers(
     if is_one_list and getattr(config, "num_hidden_groups", 0) != 1:
         return lists[0]
     raise ValueError(
-        f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do they share "
-        f"parameters?); expected {instead}"
+        f"{operation}: {type(encoder).__name__} has no list of {wanted} layers (do its layers "
+        f"share parameters?); use {instead}"
     )
 
 
@@ -87,20 +87,20 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
     kinds = list(getattr(config, "layer_types", None) or [])[:depth]
     windows = getattr(config, "attention_window", None)
     config.num_hidden_layers = depth
-    # some configs compute the kinds from the number of layers, so they are right already
+    # some configs compute the kinds from the number of layers, so the kinds are already right
     if kinds and list(config.layer_types) != kinds:
         try:
             config.layer_types = kinds
         except AttributeError as error:
             config.num_hidden_layers = count
             raise ValueError(
-                f"from_encoder: depth is {depth}, but {type(encoder).__name__} computes the kinds "
-                "of its layers from other fields; expected depth=None"
+                f"from_encoder: depth is {depth}, expected None, because the config of "
+                f"{type(encoder).__name__} computes the kinds of layers from other fields"
             ) from error
     if isinstance(windows, list):  # Longformer's, one for each layer
         config.attention_window = windows[:depth]
     del layers[depth:]
-    if config.model_type == "gpt_neo":  # its kinds of attention are listed twice
+    if config.model_type == "gpt_neo":  # GPT-Neo lists its kinds of attention twice
         config.attention_layers = config.attention_layers[:depth]
         config.attention_types = [[[kind], 1] for kind in config.attention_layers]
 
@@ -108,15 +108,15 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
 def freeze_(model: Judge, what: str) -> FreezeReport:
     """Freeze part of a `PairwiseModel`'s encoder, in place.
 
-    The rest of the encoder trains, and so does the head.
+    The rest of the encoder trains, and so does the head. Each call undoes earlier calls.
 
     Args:
         model: A `PairwiseModel`.
-        what: The part to freeze: ``"all"`` of the encoder, ``"embeddings"``, ``"none"``, or, for
-            example, ``"bottom:6"`` for the embeddings and the six lowest layers.
+        what: The part to freeze: ``"all"`` (the whole encoder), ``"embeddings"``, ``"none"``, or
+            ``"bottom:N"`` for the embeddings and the N lowest layers, such as ``"bottom:6"``.
 
     Returns:
-        The frozen modules, and the numbers of frozen and trained parameters.
+        A report with the frozen modules and the numbers of frozen and trained parameters.
 
     >>> from heads.pairwise import PairwiseConfig, PairwiseModel
     >>> from transformers import BertConfig
@@ -137,19 +137,19 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     # every peft layer has this attribute, whatever the kind of adapter
     if any(hasattr(module, "adapter_layer_names") for module in model.modules()):
         raise ValueError(
-            "freeze_: the model has adapters, and peft has frozen the rest; expected a model "
-            "without adapters"
+            "freeze_: expected a model without adapters, but the model has adapters of peft, which "
+            "has already frozen all other parameters"
         )
     parts = encoder_parts(model.encoder, what)
-    # undo earlier calls, so that only the last one counts; parameters that never trained, such as a
-    # table of sines, stay frozen
+    # undo earlier calls, so that only the last one counts; parameters that never trained, such as
+    # sinusoidal position embeddings, stay frozen
     earlier = getattr(model, "_frozen_by_us", [])
     for parameter in earlier:
         parameter.requires_grad_(True)
     ours = [p for _, module in parts for p in module.parameters() if p.requires_grad]
     for parameter in ours:
         parameter.requires_grad_(False)
-    model.__dict__["_frozen_by_us"] = ours  # as a plain attribute, in no state dict
+    model.__dict__["_frozen_by_us"] = ours  # a plain attribute, so that no state dict has it
     trained = frozen = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -165,7 +165,7 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
         return []
     if what == "all":
         return [("encoder", encoder)]
-    # BERT's module also has position embeddings and a norm; decoders have only a table of tokens
+    # BERT's module also has position embeddings and a norm; decoders have only token embeddings
     embeddings = getattr(encoder, "embeddings", None) or encoder.get_input_embeddings()
     parts = [("embeddings", embeddings)]
     if embeddings is encoder.get_input_embeddings():
@@ -188,20 +188,20 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(
-            f"freeze_: what is {what!r}; expected 'all', 'embeddings', 'none' or, for example, "
-            "'bottom:6'"
+            f"freeze_: what is {what!r}, expected 'all', 'embeddings', 'none' or 'bottom:N' with a "
+            "number N of layers"
         )
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
         raise ValueError(
-            f"freeze_: what is {what!r}, expected 1 to {len(layers)} layers for "
-            f"{type(encoder).__name__}"
+            f"freeze_: what is {what!r}, expected 'bottom:N' with N from 1 to {len(layers)}, the "
+            f"number of layers of {type(encoder).__name__}"
         )
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
 
 
 def _other_embeddings(encoder: nn.Module, tokens: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the embeddings other than the token embeddings, such as GPT-2's of positions."""
+    """Return the embeddings other than token embeddings, such as GPT-2's position embeddings."""
     for module in encoder.modules():
         children = dict(module.named_children())
         if any(child is tokens for child in children.values()):

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from .model import PairwiseModel
 
 PRECISIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Prior precisions of the weights of the last layers, of which one is chosen on held-out pairs. The
-smaller it is, the less confident is the judge."""
+"""Prior precisions of the last layers' weights, one of which is chosen on held-out pairs. A smaller
+precision makes the judge less confident."""
 
 EQUAL = 0.5
-"""Number of standard errors by which a log-loss may exceed the lowest and count as equal. With 1
-and 1,200 training pairs, the log-loss on pairs like the training pairs rose by .01 nats."""
+"""Number of standard errors by which a log-loss may exceed the lowest one and still count as equal.
+With 1 standard error and 1,200 training pairs, the log-loss on pairs like the training pairs rose
+by 0.01 nats."""
 
 WIDEST = 4096
 """The largest D that is supported; the covariance then takes 64 MiB."""
@@ -51,7 +52,7 @@ class UncertaintyReport(Report):
     after: float
 
     def summary(self) -> list[str]:
-        """Return the log-losses and the precision."""
+        """Return a line with the log-losses and the precision."""
         return [
             f"log-loss {self.before:.4f} before, {self.after:.4f} after, on {self.pairs} pairs "
             f"(prior precision {self.precision:g})"
@@ -76,14 +77,14 @@ def fit_uncertainty_(
     """Make a trained judge less confident on pairs unlike its training pairs, in place.
 
     The weights of the head's last layers get a normal distribution around the learned weights (the
-    Laplace approximation). Its precision is ``p I + Σ v x xᵀ``, a sum over the training pairs: x is
-    the input of these layers for a pair, v the variance of the pair's verdict, and p a prior
-    precision. p is chosen on held-out pairs: of seven values, the smallest whose log-loss is at
-    most half a standard error (of the paired difference) above the lowest. A smaller p makes the
-    judge less confident, which suits pairs from other sources. In evaluation, a verdict is
-    approximately the mean over this distribution. Which answer wins does not change, and swapping
-    the answers still swaps the verdict exactly. Training does not use the distribution; call this
-    function again after further training.
+    Laplace approximation). Its precision matrix is ``p I + Σ v x xᵀ``, summed over the training
+    pairs: x is the input of these layers for a pair, v the variance of the pair's verdict, and p a
+    prior precision. The value of p is chosen on held-out pairs: of seven candidates, it is the
+    smallest whose log-loss exceeds the lowest by at most half a standard error of the difference.
+    A smaller p makes the judge less confident, which suits pairs from other sources. In evaluation,
+    the probabilities are approximately their mean over this distribution. Which answer wins does
+    not change, and swapping the answers still swaps the probabilities exactly. Training does not
+    use the distribution; call this function again after further training.
 
     Args:
         model: A `PairwiseModel` with link ``"antisymmetric"``.
@@ -92,12 +93,12 @@ def fit_uncertainty_(
         batch_size: Number of pairs in a batch.
 
     Returns:
-        The precision, and the log-loss before and after.
+        A report with the chosen precision, and the log-loss before and after.
 
     Raises:
-        ValueError: The link is not ``"antisymmetric"``, there are no pairs, the held-out pairs have
-            no labels, their features are of another encoder, or the inputs of the last layers are
-            wider than 4096.
+        ValueError: The link is not ``"antisymmetric"``, a data set is empty, the held-out pairs
+            have no labels, a data set holds features of another encoder, or the inputs of the last
+            layers are wider than 4096.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks"; for last
     layers alone, Kristiadi et al., arXiv 2002.10118.
@@ -108,8 +109,8 @@ def fit_uncertainty_(
         )
     if not len(data) or not len(held_out) or held_out.labels[0] is None:
         raise ValueError(
-            f"fit_uncertainty_: {len(data)} pairs and {len(held_out)} held-out pairs; expected at "
-            "least 1 of each, and labels for the held-out pairs"
+            "fit_uncertainty_: expected at least 1 training pair, and at least 1 held-out pair "
+            f"with a label, got {len(data)} training pairs and {len(held_out)} held-out pairs"
         )
     width = width_of(model)
     if width > WIDEST:
@@ -120,7 +121,7 @@ def fit_uncertainty_(
     data.check_encoded("fit_uncertainty_", model)
     held_out.check_encoded("fit_uncertainty_", model)
     head = model.head
-    # fit around the plain verdicts, even if the judge already has a covariance
+    # fit around the verdicts without a covariance, even if the judge already has one
     head.covariance = None
     information = torch.zeros(width, width, dtype=torch.float64)
     with evaluating(model):
@@ -151,7 +152,10 @@ def fit_uncertainty_(
 
 
 def _least_sure(losses: Tensor) -> int:  # (choices, P)
-    """Return the first choice whose mean loss counts as equal to the lowest; see `EQUAL`."""
+    """Return the index of the first choice whose mean loss counts as equal to the lowest.
+
+    See `EQUAL`.
+    """
     best = int(losses.mean(1).argmin())
     # differences of the same pairs vary far less than the losses themselves
     worse = losses - losses[best]
@@ -162,7 +166,7 @@ def _least_sure(losses: Tensor) -> int:  # (choices, P)
 def _sides(
     model: PairwiseModel, data: PairwiseDataset, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Yield features of A and of B and their surface features, batch by batch."""
+    """Yield, for each batch, the features of A and of B, and the surface features of both."""
     device = model.head.outer.weight.device
     for start in range(0, len(data), batch_size):
         numbers = range(start, min(start + batch_size, len(data)))
@@ -174,7 +178,7 @@ def _sides(
 
 
 def _shares(data: PairwiseDataset, number: int, ties: bool) -> Tensor:
-    """Return the label of a pair as shares of the classes."""
+    """Return the label of a pair as fractions of the classes."""
     label = data[number]["label"]
     if isinstance(label, int):
         return torch.nn.functional.one_hot(torch.tensor(label), 2 + ties).float()
@@ -186,6 +190,6 @@ def _losses(
     kept: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
     labels: Tensor,
 ) -> Tensor:  # (P,)
-    """Return the log-loss of each verdict, the temperature included."""
+    """Return the log-loss of each verdict, with logits divided by the head's temperature."""
     logits = torch.cat([model.head(*sides) for sides in kept]).cpu()
     return -(labels * log_probabilities(logits / model.head.temperature.cpu())).sum(1)

@@ -148,7 +148,7 @@ def test_features_of_an_encoder_with_one_other_number_are_refused(place):
 def test_what_trains_is_not_kept():
     model = model_of()
     data = model.dataset(pairs_of(4), progress=False)
-    with pytest.raises(ValueError, match=r"encode_: \d+"):
+    with pytest.raises(ValueError, match=r"encode_: expected a frozen encoder, got \d+"):
         data.encode_(model)
     model = frozen()
     data = model.dataset(pairs_of(4), progress=False)

@@ -124,7 +124,7 @@ def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):
         main(["judge", "pairs", str(place / "judge"), str(place / "rows.csv"), "--no-progress"])
         == 1
     )
-    assert "got question, answer1, answer2; name others with columns" in capsys.readouterr().err
+    assert "got question, answer1, answer2; map other names with columns" in capsys.readouterr().err
 
 
 def test_a_report_has_its_baselines(place, capsys):
@@ -157,4 +157,4 @@ def test_a_file_with_columns_of_its_own_is_judged(place, capsys):
     assert main([*given, "--columns", "prompt=question", "a=answer1", "b=answer2"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] in ("A", "B", "tie")
     assert main([*given, "--columns", "question"]) == 1
-    assert "must be FIELD=COLUMN, got 'question'" in capsys.readouterr().err
+    assert "expected --columns of the form FIELD=COLUMN, got 'question'" in capsys.readouterr().err

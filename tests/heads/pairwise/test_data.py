@@ -168,7 +168,7 @@ def test_soft_and_hard_labels_mix():
         (("p", "x", None), r"PairwiseDataset:.*assistant"),
         ((3, "x", "y"), r"PairwiseDataset:.*prompt.*3"),
         (("p", "x", [("user", "y")]), r"PairwiseDataset:.*assistant"),
-        (("p", "x", [("judge", "y")]), r"PairwiseDataset:.*turns"),
+        (("p", "x", [("judge", "y")]), r"PairwiseDataset:.*messages with roles"),
         (("p", "x"), "pair 1 is"),
         (("p", "x", "y", 5), r"PairwiseDataset:.*label.*5.*0"),
         (("p", "x", "y", True), r"PairwiseDataset:.*label"),
@@ -188,7 +188,7 @@ def test_shares_without_ties_serve_a_model_that_knows_none():
     ]
     with pytest.raises(
         ValueError,
-        match=r"PairwiseDataset:.*2.*shares",
+        match=r"PairwiseDataset:.*2.*fractions",
     ):
         model.dataset([("p", "a", "b", (0.25, 0.5, 0.25))], progress=False)
 
@@ -196,7 +196,7 @@ def test_shares_without_ties_serve_a_model_that_knows_none():
 def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
     with pytest.raises(ValueError, match=r"PairwiseDataset:.*2.*0.*\(A\).*1.*\(B\)"):
         PairwiseDataset([("p", "x", "y", 2)], tokenizer_of(), config_of(ties=False), progress=False)
-    with pytest.raises(ValueError, match=r"PairwiseDataset:.*fast one"):
+    with pytest.raises(ValueError, match=r"PairwiseDataset:.*fast tokenizer"):
         PairwiseDataset([("p", "x", "y")], object(), config_of(), progress=False)
     with pytest.raises(ValueError, match=r"PairwiseDataset:.*max_tokens.*4"):
         PairwiseDataset([("p", "x", "y")], tokenizer_of(), config_of(max_tokens=4), progress=False)
@@ -207,7 +207,7 @@ def test_labels_outside_two_classes_and_odd_tokenizers_are_refused():
     [
         ({"link": "bt"}, r"PairwiseConfig:.*'bt'"),
         ({"pooling": "cls"}, r"PairwiseConfig:.*\['cls'\]"),
-        ({"pooling": ["mean", "mean"]}, "each once"),
+        ({"pooling": ["mean", "mean"]}, "each value at most once"),
         (
             {"surface": ["color"]},
             r"PairwiseConfig:.*\['color'\]",

@@ -147,7 +147,7 @@ def test_every_verdict_is_open_at_first(link):
         torch.testing.assert_close(log_probabilities(two(a, b)).exp(), torch.full((5, 2), 0.5))
         with pytest.raises(ValueError, match=r"PairwiseHead:.*ties"):
             two.set_tie_rate_(0.2)
-        with pytest.raises(ValueError, match=r"PairwiseHead:.*1.*share"):
+        with pytest.raises(ValueError, match=r"PairwiseHead:.*1.*number"):
             head.set_tie_rate_(1)
 
 

@@ -204,7 +204,7 @@ def test_the_report_says_everything_and_draws(tmp_path):
         for word in (
             "50 pairs",
             "accuracy",
-            "own shares",
+            "class frequencies",
             "calibration",
             "flip rate",
             "length",
@@ -265,7 +265,7 @@ def test_whose_prompts_were_trained_on_is_said():
         model, model.dataset(test, progress=False), train=train, progress=False
     )
     assert report.seen == (
-        "5 of 10 prompts were trained on; 1 of 2 models that answer were trained on",
+        "5 of 10 prompts occur in training pairs; 1 of 2 answering models occur in training pairs",
     )
 
 

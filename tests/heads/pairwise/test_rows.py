@@ -194,8 +194,8 @@ def test_empty_answers_are_answers_and_counted():
 
 
 BAD = [
-    (ARENA | {"winner_model_a": 1}, "two winners"),
-    (ARENA | {"winner_model_b": 0}, "no winner"),
+    (ARENA | {"winner_model_a": 1}, "expected one winner, got several"),
+    (ARENA | {"winner_model_b": 0}, "expected one winner, got none"),
     (ARENA | {"winner_tie": "maybe"}, "winner_tie is 'maybe', expected 0 or 1"),
     (ARENA | {"prompt": 7}, "prompt has type int, expected a string or a list of messages"),
     (
@@ -207,31 +207,31 @@ BAD = [
         r"expected columns of two answers \(.*response_a, response_b; .*\), got prompt, response_a",
     ),
     ({"a": "x", "b": "y"}, "expected a prompt or instruction with a and b, got neither"),
-    (PLAIN | {"label": 3}, r"a label is 3, expected 0 \(A\), 1 \(B\), 2 \(tie\)"),
-    (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 shares that sum to 1"),
-    (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 shares that sum to 1"),
-    (PLAIN | {"label": [None, 1, 0]}, "expected 3 shares that sum to 1"),
+    (PLAIN | {"label": 3}, r"label is 3, expected one of 0 \(A\), 1 \(B\), 2 \(tie\)"),
+    (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 fractions that sum to 1"),
+    (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 fractions that sum to 1"),
+    (PLAIN | {"label": [None, 1, 0]}, "expected 3 fractions that sum to 1"),
     (PLAIN | {"preference": 3}, "preference is 3, expected 0 \\(tie\\), or 1"),
-    ("text", "a row is a str, expected a mapping"),
-    (ARENA | {"prompt": "\ud83d"}, "prompt has half of a surrogate pair, expected Unicode text"),
+    ("text", "row has type str, expected a mapping"),
+    (ARENA | {"prompt": "\ud83d"}, "prompt has a lone surrogate, expected valid Unicode text"),
     (
         {"conversation_a": "x", "conversation_b": "y"},
-        "conversation_a is plain text, expected messages",
+        "conversation_a is plain text, expected a list of messages",
     ),
     (
         {"conversation_a": [{"role": "judge", "content": "x"}], "conversation_b": []},
-        "of role 'judge', expected one of user",
+        "with role 'judge', expected one of user",
     ),
     (
         {"conversation_a": ["x"], "conversation_b": []},
-        "has a message that is a str, expected role and content",
+        "has a message of type str, expected a mapping with role and content",
     ),
     (
         {
             "conversation_a": [{"role": "user", "content": [{"type": "image"}]}],
             "conversation_b": [],
         },
-        "has a message whose content is not a text",
+        "has a message with content of type dict, expected text",
     ),
 ]
 
@@ -240,7 +240,7 @@ BAD = [
 def test_bad_rows_are_left_out_up_to_a_limit_and_told_with_their_lines(row, said):
     with pytest.raises(
         ValueError,
-        match=rf"1 of 2 rows are bad, more than max_bad=1% allows: .*{said}.*: 1 \(line 2\)",
+        match=rf"1 of 2 rows are invalid, more than max_bad=1% allows: .*{said}.*: 1 \(line 2\)",
     ):
         read_pairs([PLAIN, row])
     pairs, report = read_pairs([PLAIN, row, PLAIN], max_bad=0.4)
@@ -453,7 +453,7 @@ def test_verdicts_that_count_from_one(column, kind):
 
 def test_verdicts_whose_meaning_is_unclear_are_refused():
     rows = [{"prompt": "q", "a": "a", "b": "b", "label": 1 + n % 2} for n in range(20)]
-    with pytest.raises(ValueError, match="got 20 rows with 1 and 2 and never 0"):
+    with pytest.raises(ValueError, match="got only 1 and 2 in 20 rows"):
         read_pairs(rows)
     pairs, _ = read_pairs(rows, columns={"preference": "label"})
     assert [pair.label for pair in pairs[:2]] == [0, 1]

@@ -47,7 +47,7 @@ def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
     text = (out / "report.txt").read_text()
     assert text.startswith(f"160 pairs\n{report.calibration.summary()[0]}")
     assert "the judge's gain" in text
-    assert f"away: pairs with {report.unseen[0]}" in text
+    assert f"away: pairs with answers of {report.unseen[0]}" in text
     assert (out / "calibration.png").stat().st_size > 5_000
     found = json.loads((out / "report.json").read_text())
     assert found["home"]["flip_rate"] == 0
@@ -139,7 +139,7 @@ def test_few_prompts_and_labels_of_two_shares_are_told_and_read(encoder, tmp_pat
         pairs.append(Pair(f"w{number % 4 + 9}", *pair[1:3], label, (f"m{number % 8}", "all")))
     report = train_judge(pairs, encoder, out=tmp_path / "out", **SHORT)
     for name in ("home", "away"):
-        assert f"{name}: prompts are so few" in str(report)
+        assert f"{name}: there are so few prompts" in str(report)
     assert "away (models) " in str(report)
     assert "away (prompts and models)" not in str(report)
     assert PairwiseModel.from_pretrained(tmp_path / "out" / "model").config.num_classes == 2
@@ -165,7 +165,7 @@ def test_no_part_shares_a_prompt_or_an_unseen_writer():
         ({"unseen_writers": 7}, "unseen_writers=7 leaves"),
         ({"pairs": [pair._replace(label=2) for pair in written()]}, "every label is a tie"),
         ({"pairs": [*written(30), Pair("p", "a", "b")]}, "got 1 without a label"),
-        ({"link": "concat", "surface": ("style",)}, "surface .* none of them"),
+        ({"link": "concat", "surface": ("style",)}, "surface .* no surface features"),
         ({"epoch": 2}, "unknown field epoch; did you mean epochs"),
         ({"freeze": "top"}, "what is 'top'"),
     ],

@@ -89,7 +89,7 @@ def test_the_hub_gets_all_of_it(tmp_path, monkeypatch):
 
 
 def test_an_upload_that_would_leave_half_behind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected model\.push_to_hub"):
+    with pytest.raises(ValueError, match=r"call model\.push_to_hub"):
         model_of().save_pretrained(tmp_path, push_to_hub=True)
     assert not list(tmp_path.iterdir())
 
@@ -151,6 +151,6 @@ def test_a_truncated_judge_and_a_model_of_pictures_are_refused(tmp_path):
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
     with pytest.raises(
-        ValueError, match="expected an encoder that gives hidden states of a text, got ViTModel"
+        ValueError, match="expected an encoder that computes hidden states of text, got ViTModel"
     ):
         PairwiseModel.from_encoder(ViTModel(config))

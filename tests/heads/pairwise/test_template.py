@@ -87,7 +87,7 @@ def test_a_template_without_a_system_reads_it_as_the_users():
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages[0]['content'] }}", r"PairwiseDataset:.*show"),
+        ("{{ messages[0]['content'] }}", r"PairwiseDataset:.*renders each turn"),
         (
             "{{ raise_exception('never') }}",
             r"PairwiseDataset:.*assistant",

@@ -303,7 +303,7 @@ def test_weights_too_coarse_for_the_rate_stop_the_run(tmp_path):
     assert "is too small for bfloat16, or steps are skipped" in said
     trained(tmp_path, max_steps=12, learning_rate=1e-5)  # float32 is fine
     assert "too small for float32" in dies(
-        tmp_path, "weights have moved", max_steps=40, learning_rate=1e-9
+        tmp_path, "weights have changed", max_steps=40, learning_rate=1e-9
     )
 
 

@@ -111,5 +111,5 @@ def test_other_heads_are_refused():
     data = model.dataset([(*pair, 0) for pair in PAIRS], progress=False)
     with pytest.raises(ValueError, match=r"fit_uncertainty_: the link is 'davidson'"):
         fit_uncertainty_(model, data, data)
-    with pytest.raises(ValueError, match="uncertainty is True, expected False without link"):
+    with pytest.raises(ValueError, match="uncertainty is True, expected False unless link"):
         model_of(link="davidson", uncertainty=True)

@@ -1,8 +1,8 @@
 """Cache a frozen encoder's features in a folder, so that heads train in seconds.
 
 Features are looked up by a hash of the sequence's tokens, and a hash of the encoder's config,
-weights and active adapters. So other pairs with the same answers can use them, and an interrupted
-run continues where it stopped.
+weights and active adapters. Therefore other pairs with the same prompt and answer can use them, and
+an interrupted run continues where it stopped.
 
     cache/
       ENCODER/                a hash of the encoder's config, weights and adapters
@@ -30,8 +30,8 @@ from ..judge import Judge
 from ..packing import config_text
 from .template import Tokens, sequence_batch
 
-_TOKENS = 8192  # in a batch
-_BATCHES = 8  # in a file
+_TOKENS = 8192  # number of tokens in a batch
+_BATCHES = 8  # number of batches in a file
 # attributes of peft's layers that are not in the state dict
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
@@ -40,15 +40,15 @@ _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling"
 def encoded(
     model: Judge, sequences: Sequence[Tokens], cache: str | Path | None, progress: bool
 ) -> np.ndarray:
-    """Return float32 features of sequences, (S, W); equal sequences are encoded once.
+    """Return the float32 features of sequences, (S, W); equal sequences are encoded only once.
 
     Raises:
         ValueError: The encoder is not frozen.
     """
     if trained := [name for name, p in model.encoder.named_parameters() if p.requires_grad]:
         raise ValueError(
-            f"encode_: {len(trained)} of the encoder's tensors train, such as {trained[0]}; call "
-            "freeze_(model, 'all') first"
+            f"encode_: expected a frozen encoder, got {len(trained)} trainable tensors, such as "
+            f"{trained[0]}; call freeze_(model, 'all') first"
         )
     warn_if_slow("encode_", model.encoder)
     kinds = model.pool.pooling
@@ -62,7 +62,8 @@ def encoded(
     for key, one in zip(keys, sequences, strict=True):
         if not all(key in of_kind for of_kind in rows.values()):
             missing[key] = one
-    # similar lengths share a batch; the key breaks ties, so that every run writes the same files
+    # sequences of similar length share a batch; the key breaks ties, so that all runs write the
+    # same files
     order = sorted(missing, key=lambda key: (len(missing[key].ids), key))
     bar = tqdm(
         total=sum(len(one.ids) for one in missing.values()),
@@ -116,7 +117,7 @@ def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
 
 
 def _key(tokens: Tokens) -> bytes:
-    # the length says where ids end and types begin; pooling depends on begin
+    # the length tells where ids end and types begin; pooling depends on begin
     digest = hashlib.sha256(f"{len(tokens.ids)} {tokens.begin} ".encode())
     digest.update(tokens.ids.tobytes() + tokens.types.tobytes())
     return digest.digest()[:16]
@@ -148,7 +149,7 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
         return rows
     for path in sorted(stage.folder.glob("*.safetensors")):
         part = stage.load(path.stem)
-        # else the file is truncated or damaged, and its features are computed again
+        # otherwise the file is truncated or damaged, and its features are computed again
         if part is not None:
             keys = map(np.ndarray.tobytes, part[0]["keys"].numpy())
             rows |= zip(keys, part[0]["features"].numpy(), strict=True)
@@ -156,13 +157,13 @@ def _stored(stage: Stage | None) -> dict[bytes, np.ndarray]:
 
 
 def _stages(model: Judge, cache: Path) -> dict[str, Stage]:
-    """Return the `Stage` that stores the features of each kind of pooling."""
+    """Return, for each kind of pooling, the `Stage` that stores its features."""
     key = hash_of(model.encoder.state_dict().items(), *_described(model))
     return {kind: Stage(cache / key / kind, key, "encode_") for kind in model.pool.pooling}
 
 
 def _described(model: Judge) -> list[str]:
-    """Describe the encoder's class, its config, and the state of peft's layers."""
+    """Return texts that describe the encoder's class and config, and the state of peft's layers."""
     described = [type(model.encoder).__name__, config_text(model.encoder.config)]
     for name, module in model.encoder.named_modules():
         # every peft layer has this attribute, whatever the kind of adapter
@@ -173,6 +174,6 @@ def _described(model: Judge) -> list[str]:
 
 
 def fingerprint(model: Judge) -> str:
-    """Return a hash of an encoder, its config, its pooling and its adapters."""
+    """Return a hash of a model's encoder, its config and adapters, and the model's pooling."""
     described = [*_described(model), repr(model.pool.pooling)]
     return hash_of(model.encoder.state_dict().items(), *described)

@@ -1,4 +1,4 @@
-"""Tokenize pairs, and collate them into batches that encode each answer once, without padding.
+"""Tokenize pairs, and collate them into batches in which each answer occurs once, unpadded.
 
 Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F surface
 features, C classes.
@@ -40,14 +40,14 @@ _CHUNK = 256  # pairs that are tokenized at once
 
 @dataclass(frozen=True)
 class CutReport(Report):
-    """Counts of pairs, labels and tokens, and of the texts that were cut.
+    """Counts of pairs, labels and tokens, and of the texts that were truncated.
 
     Attributes:
         pairs: The number of pairs.
         labels: The number of pairs of each class.
         tokens: The number of tokens, without those that were cut.
-        prompts_cut: The number of pairs whose prompt was cut.
-        answers_cut: The number of answers that were cut.
+        prompts_cut: The number of pairs whose prompt was truncated.
+        answers_cut: The number of answers that were truncated.
         tokens_cut: The number of tokens that were cut.
     """
 
@@ -59,12 +59,12 @@ class CutReport(Report):
     tokens_cut: int
 
     def summary(self) -> list[str]:
-        """Return the numbers of pairs, classes and tokens."""
+        """Return a line with the numbers of pairs, labels and tokens."""
         labels = listed_counts(self.labels) if sum(self.labels) else "without labels"
         return [f"{self.pairs} pairs ({labels}), {self.tokens} tokens"]
 
     def remarks(self) -> list[str]:
-        """Return a line on the texts that were cut, if there are any."""
+        """Return a line on the texts that were truncated, if there are any."""
         if not self.tokens_cut:
             return []
         return [
@@ -78,7 +78,7 @@ class Answer(NamedTuple):
     """A prompt and an answer as inputs of a model.
 
     Attributes:
-        tokens: The tokens of both.
+        tokens: The tokens of the prompt and the answer.
         surface: The surface features, (F,).
         features: The encoder's features, (W,), after `PairwiseDataset.encode_`.
     """
@@ -88,37 +88,37 @@ class Answer(NamedTuple):
     features: np.ndarray | None = None
 
     def key(self) -> tuple[bytes, ...]:
-        """Return a key that is equal for answers with equal inputs."""
+        """Return a key that is equal for answers that give the model equal inputs."""
         begin = str(self.tokens.begin).encode()  # pooling depends on where the answer begins
         return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), begin, self.surface.tobytes()
 
 
 class PairwiseDataset(Dataset):
-    """Pairs as token ids.
+    """A data set of pairs, as token ids.
 
-    Each answer and its prompt are cut independently of the other answer. The beginning of a prompt
-    is cut first, down to ``max_prompt_tokens``, then the middle of the answer. An empty answer
-    makes a sequence without answer tokens.
+    Each answer and its prompt are truncated independently of the other answer. First the beginning
+    of the prompt is cut, down to ``max_prompt_tokens``, then the middle of the answer. An empty
+    answer makes a sequence without answer tokens.
 
     Args:
         pairs: `Pair`s, tuples (prompt, a, b, label), or mappings with these keys. A label is 0 if A
-            is better, 1 if B is, 2 for a tie, or the shares of judges. Either all pairs have labels
-            or none.
-        tokenizer: The encoder's tokenizer, a fast one.
+            is better, 1 if B is better, 2 for a tie, or the fractions of annotators who chose A, B
+            and tie. Either all pairs have labels or none.
+        tokenizer: The encoder's tokenizer, which must be a fast tokenizer.
         config: A `PairwiseConfig`, such as ``model.config``.
-        progress: Show a progress bar.
+        progress: Whether to show a progress bar.
 
     Attributes:
-        report: Counts of pairs, labels, tokens and cut texts.
+        report: Counts of pairs, labels, tokens and truncated texts.
         pairs: The pairs in their original order.
-        lengths: The number of tokens of each pair, of both sequences together.
-        labels: The label of each pair, or None.
+        lengths: The number of tokens of each pair, in both sequences together.
+        labels: The label of each pair; None for a pair without a label.
         encoded: Whether `encode_` has been called.
 
     Raises:
-        ValueError: A prompt or an answer is neither text nor turns, or a label is not one of the
-            classes (the message has the pair's index); some pairs have labels and others do not; or
-            the tokenizer or the config is unsuitable.
+        ValueError: A prompt or an answer is neither a string nor a list of turns, or a label is
+            invalid (the message gives the pair's index); some pairs have labels and others do not;
+            or the tokenizer or the config is unsuitable.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
-        # of A and B of the first pair, then of the second, and so on
+        # the tokens of A and B of the first pair, then of the second, and so on
         self._tokens: list[Tokens] = []
         surfaces: list[np.ndarray] = []
         self._features: np.ndarray | None = None
@@ -183,7 +183,7 @@ class PairwiseDataset(Dataset):
 
     @property
     def encoded(self) -> bool:
-        """Return whether the answers have features of a frozen encoder."""
+        """Whether the answers have features of a frozen encoder."""
         return self._features is not None
 
     def encode_(
@@ -195,9 +195,9 @@ class PairwiseDataset(Dataset):
 
         Args:
             model: A `PairwiseModel` whose encoder does not train.
-            cache: A folder that stores the features by encoder and tokens. Features that an earlier
-                run stored there, finished or not, are not computed again.
-            progress: Show a progress bar.
+            cache: A folder to store the features in. Features that an earlier run with the same
+                encoder stored there, finished or not, are not computed again.
+            progress: Whether to show a progress bar.
 
         Raises:
             ValueError: The encoder is not frozen.
@@ -209,7 +209,7 @@ class PairwiseDataset(Dataset):
         """Check that features, if there are any, are from this model's encoder and pooling.
 
         Raises:
-            ValueError: They are not.
+            ValueError: The features are from another encoder or pooling.
         """
         if self.encoded and self._features_of != fingerprint(model):
             raise ValueError(
@@ -218,12 +218,12 @@ class PairwiseDataset(Dataset):
             )
 
     def answer(self, number: int) -> Answer:
-        """Return an answer by number: A and B of the first pair, then of the second, and so on."""
+        """Return an answer by index: A and B of the first pair, then of the second, and so on."""
         features = None if self._features is None else self._features[number]
         return Answer(self._tokens[number], self._surface[number], features)
 
     def _label(self, label: object) -> Any:
-        """Return a label as it is, or as shares if any pair of the data set has shares."""
+        """Return a label as it is, or as a soft label if any label of the data set is soft."""
         if not self.soft or isinstance(label, tuple):
             return label
         return tuple(float(k == label) for k in range(self.num_classes))
@@ -253,7 +253,7 @@ def answers_to(
     """Tokenize several answers to one prompt.
 
     Raises:
-        ValueError: The prompt or an answer is neither text nor turns.
+        ValueError: The prompt or an answer is neither a string nor a list of turns.
     """
     try:
         asked = check_words("prompt", prompt)
@@ -270,8 +270,8 @@ def flat_batch(
 ) -> dict[str, Tensor]:
     """Collate groups of answers into concatenated tokens, or features, and pairs to compare.
 
-    Equal answers are encoded once. The answers of a group are sorted by content, whatever their
-    order is, so that swapping A and B does not change the encoder's outputs, not even by rounding.
+    Equal answers occur once. The answers of a group are sorted by content, whatever their order is,
+    so that swapping A and B does not change the encoder's outputs, not even by rounding.
 
     >>> answers = [
     ...     Answer(Tokens(np.array(ids), np.zeros(len(ids)), 0), np.zeros(0))
@@ -292,7 +292,7 @@ def flat_batch(
                 chosen.append(answers[k])
         for i, j in pairs:
             compared.append([places[keys[i]], places[keys[j]]])
-    batch = {"pairs": torch.tensor(compared)}  # first: the trainer takes its length as batch size
+    batch = {"pairs": torch.tensor(compared)}  # first: the trainer reads the batch size from it
     if chosen[0].surface.size:
         batch["surface"] = torch.from_numpy(np.stack([answer.surface for answer in chosen]))
     features = [answer.features for answer in chosen if answer.features is not None]
@@ -302,7 +302,9 @@ def flat_batch(
 
 
 class PairwiseCollator:
-    """Collate items of a `PairwiseDataset` into inputs of `PairwiseModel`; see `flat_batch`.
+    """A collator of items of a `PairwiseDataset` into inputs of `PairwiseModel`.
+
+    See `flat_batch`.
 
     >>> answers = [Answer(Tokens(np.array([n]), np.array([0]), 0), np.zeros(0)) for n in (5, 4)]
     >>> batch = PairwiseCollator()([{"answers": answers, "label": 0}])
@@ -313,7 +315,7 @@ class PairwiseCollator:
     """
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return pairs, tokens or features and, if there are any, surface features and labels."""
+        """Return a batch: pairs, tokens or features, and any surface features and labels."""
         batch = flat_batch((item["answers"], [(0, 1)]) for item in items)
         labels = [item["label"] for item in items]
         if labels[0] is None:

@@ -34,15 +34,15 @@ def pair_of(row: object) -> Pair:
     Pair(prompt='2 + 2?', a='4', b='5', label=0, writers=(None, None))
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"a row is a {type(row).__name__}, expected a mapping")
+        raise ValueError(f"row has type {type(row).__name__}, expected a mapping")
     for names, read in _ANSWERS.items():
         if all(name in row for name in names):
             prompt, a, b = read(row, *names)
             return Pair(prompt, a, b, _verdict(row), _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
     raise ValueError(
-        f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; name others "
-        "with columns (--columns prompt=question a=first b=second label=better)"
+        f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; map other "
+        "names with columns (--columns prompt=question a=first b=second label=better)"
     )
 
 
@@ -60,14 +60,14 @@ def _name(value: object) -> str | None:
 
 
 def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return prompt and answers from three columns: texts or, if all three are lists, turns."""
+    """Return prompt and answers from three columns: strings or, if all are lists, turns."""
     asked = "prompt" if "prompt" in row else "instruction"
     if asked not in row:
         raise ValueError(f"expected a prompt or instruction with {one} and {other}, got neither")
     values = [plain(row[name]) for name in (asked, one, other)]
     prompts, a, b = map(_list, values)
     if prompts is not None and a is not None and b is not None:
-        # lists of different lengths are not rounds of one conversation: join each to a text
+        # lists of different lengths are not rounds of a conversation: join each into a text
         if not len(prompts) == len(a) == len(b) > 0:
             return _text(asked, prompts), _text(one, a), _text(other, b)
         return _parted(_rounds(one, prompts, a), _rounds(one, prompts, b))
@@ -82,7 +82,7 @@ def _rounds(name: str, prompts: list[str | None], answers: list[str | None]) -> 
     """Return the turns of a conversation, in which prompts and answers alternate."""
     turns = []
     for asked, answer in zip(prompts, answers, strict=True):
-        # null, which the Arena's data contain, is an empty turn
+        # the Arena's data contain null, which is read as an empty turn
         turns.append(Turn("user", sound(name, asked or "")))
         turns.append(Turn("assistant", sound(name, answer or "")))
     return turns
@@ -93,14 +93,14 @@ def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Wor
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return prompt, chosen and rejected; the prompt is a column, or is inside the other two."""
+    """Return prompt, chosen and rejected; the prompt is a column, or begins the other two."""
     chosen = plain(row[one])
     rejected = plain(row[other])
     before = plain(row.get("prompt"))
     if isinstance(chosen, list) and isinstance(rejected, list):
         a = _messages(one, chosen)
         b = _messages(other, rejected)
-        if before and a[:1] and a[0].role == "assistant":  # the answers alone
+        if before and a[:1] and a[0].role == "assistant":  # the answers without the prompt
             if isinstance(before, list):
                 asked = _messages("prompt", before)
             else:
@@ -113,7 +113,7 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
     # HH's rows: each text is a whole conversation, with Human: and Assistant:
     a = _dialogue(chosen)
     b = _dialogue(rejected)
-    # if there is a prompt, such a text is an answer that quotes a conversation
+    # if there is a prompt column, such a text is an answer that quotes a conversation
     if before in (None, "") and a and b:
         return _parted(a, b)
     if isinstance(before, list):
@@ -144,11 +144,14 @@ def _dialogue(text: str) -> list[Turn]:
 def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
     """Split two conversations into their shared prompt and the rest of each.
 
-    A single turn becomes a plain text.
+    A single turn becomes a string.
     """
     for side in (a, b):
         if not side or side[-1].role != "assistant":
-            raise ValueError("a conversation does not end with an answer, expected one last")
+            raise ValueError(
+                "expected each conversation to end with an answer of the assistant, got one that "
+                "does not"
+            )
     shared = 0
     # - 1: each side keeps its last turn, even where both are the same
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
@@ -164,7 +167,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
 
 
 def _from_turn(first: int, turns: Sequence[Turn]) -> Words:
-    """Return the turns from index ``first`` on; a single turn as a text."""
+    """Return the turns from index ``first`` on, or the text of a single turn."""
     if len(turns) == first + 1:
         return turns[first].text
     return tuple(turns[first:])
@@ -175,12 +178,12 @@ def _is_list_of(value: object, *kinds: type) -> bool:
 
 
 def _list(value: object) -> list[str | None] | None:
-    """Return a list of texts, also from its JSON, or None if the value is something else."""
+    """Return a list of strings, which may be given as JSON; return None for other values."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value) or None  # an empty list is a text
+            value = json.loads(value) or None  # an empty list is read as text
         except (ValueError, RecursionError):
-            # json refuses thousands of brackets or digits: treat them as plain text
+            # json rejects thousands of brackets or digits: treat them as plain text
             return None
     # pyrefly: ignore[bad-return]: it does not see what _is_list_of checks
     return value if _is_list_of(value, str, NoneType) else None
@@ -204,18 +207,20 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ValueError(f"{name} is plain text, expected messages, or their JSON") from None
+            raise ValueError(
+                f"{name} is plain text, expected a list of messages, or one as JSON"
+            ) from None
     turns = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, Mapping):
             raise ValueError(
-                f"{name} has a message that is a {type(message).__name__}, expected role and "
-                "content"
+                f"{name} has a message of type {type(message).__name__}, expected a mapping with "
+                "role and content"
             )
         role = message.get("role", message.get("from"))
         if str(role).lower() not in _ROLES:
             raise ValueError(
-                f"{name} has a message of role {role!r:.20}, expected one of {', '.join(_ROLES)}"
+                f"{name} has a message with role {role!r:.20}, expected one of {', '.join(_ROLES)}"
             )
         text = _content(name, message.get("content", message.get("value")))
         turns.append(Turn(_ROLES[str(role).lower()], sound(name, text)))
@@ -229,7 +234,9 @@ def _content(name: str, content: object) -> str:
         if isinstance(part, Mapping) and part.get("type") == "text":
             part = part.get("text")
         if not isinstance(part, str):
-            raise ValueError(f"{name} has a message whose content is not a text")
+            raise ValueError(
+                f"{name} has a message with content of type {type(part).__name__}, expected text"
+            )
         texts.append(part)
     return "\n\n".join(texts)
 
@@ -244,7 +251,9 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
                 raise ValueError(f"{name} is {row[name]!r}, expected 0 or 1")
             won.append(text in _TRUE)
         if sum(won) != 1:
-            raise ValueError("two winners" if sum(won) else "no winner")
+            raise ValueError(
+                "expected one winner, got several" if sum(won) else "expected one winner, got none"
+            )
         return won.index(True)
     if "winner" in row:
         return check_label(row["winner"])
@@ -256,7 +265,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """Return the label of a preference: 1 is A, 2 is B, 0 or 1.5 a tie, others give shares."""
+    """Return the label of a preference: 1 is A, 2 is B, 0 and 1.5 are ties, others are soft."""
     if isinstance(value, str):
         try:
             value = float(value)

@@ -1,4 +1,4 @@
-"""`read_pairs`: read pairs of answers from files, data sets and rows, and report on them."""
+"""`read_pairs`: read pairs of answers from files, data sets and rows, and report bad rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..choices import CLASSES
 from ..pairs import Pair, count_labels, listed_counts, said_by
 from .formats import COLUMNS, VERDICTS, pair_of
 
-# most line numbers and reasons in a message; most characters of a reason
+# maximum numbers of line numbers and reasons in a message, and of characters in a reason
 _SHOWN = 5
 _LONGEST = 200
 _NUMBERED = ("label", "winner")  # columns whose verdicts may be numbers
-_ENOUGH = 20  # labels: in so many, each answer should be better at least once
+_ENOUGH = 20  # labels: among so many, A and B should each be better at least once
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class ReadReport(Report):
 
     Attributes:
         rows: The number of rows that were read.
-        kept: The number of these that are pairs.
+        kept: The number of rows that are valid pairs.
         empty: The number of pairs with an empty answer.
-        labels: The number of pairs of each class; soft labels count for their largest share.
-        bad: The line numbers, from 1, of the other rows, by error.
+        labels: The number of pairs of each class; a soft label counts as its most frequent class.
+        bad: For each error, the line numbers of the invalid rows that have it, counted from 1.
         ignored: Columns that were not read.
-        is_ordered: Whether the first answer is always the better one, as in chosen and rejected.
+        is_ordered: Whether the first answer is always the better one, as in rows of a chosen and a
+            rejected answer.
     """
 
     rows: int
@@ -44,7 +45,7 @@ class ReadReport(Report):
     is_ordered: bool = False
 
     def summary(self) -> list[str]:
-        """Return the number of rows, and of rows in each class."""
+        """Return a line with the numbers of rows, of pairs, and of pairs in each class."""
         counts = listed_counts(self.labels)
         bare = self.kept - sum(self.labels)
         if bare:
@@ -68,7 +69,7 @@ class ReadReport(Report):
 
 
 def _reasons(bad: Mapping[str, Sequence[int]]) -> str:
-    """Return the first reasons why rows are bad, with the first lines of each."""
+    """Return the first reasons why rows are invalid, with the first line numbers of each."""
     shown = []
     for reason, lines in islice(bad.items(), _SHOWN):
         shown.append(f"{reason:.{_LONGEST}}: {_listed(lines)}")
@@ -98,39 +99,41 @@ def read_pairs(
 
     - ``response_a``, ``response_b`` with ``prompt``, as in Kaggle's Chatbot Arena, where all three
       may be JSON lists of turns; or ``a``, ``b`` with ``prompt``.
-    - ``conversation_a``, ``conversation_b``: messages of role and content, as in the Arena's own
+    - ``conversation_a``, ``conversation_b``: messages with role and content, as in the Arena's own
       records.
-    - ``chosen``, ``rejected``: texts or messages. The prompt is in ``prompt`` or inside both. The
-      chosen answer is A.
+    - ``chosen``, ``rejected``: strings or messages. The prompt is in ``prompt``, or both answers
+      begin with it. The chosen answer is A.
     - ``output_1``, ``output_2`` with ``instruction`` or ``prompt``.
 
     The verdict is in the first of these columns that a row has:
 
     - ``winner_model_a``, ``winner_model_b``, ``winner_tie``: 1 in one of them, 0 in the others.
     - ``winner``: model_a, model_b, tie or another spelling, or any value of ``label``.
-    - ``preference``: 1, 2, 1.5 for a tie, or a number between 1 and 2.
-    - ``label``: 0, 1, 2, a spelling, or three shares.
+    - ``preference``: 1 if the first answer is better, 2 if the second is, 1.5 or 0 for a tie. Other
+      numbers between 1 and 2 give a soft label.
+    - ``label``: 0 (A), 1 (B), 2 (tie), a spelling as in ``winner``, or three fractions.
 
-    With ``output_1`` and ``output_2``, a ``label`` or ``winner`` that is 1 or 2 and never 0 is the
+    With ``output_1`` and ``output_2``, if ``label`` or ``winner`` is 1 or 2 but never 0, it is the
     number of the better output. Without any of these columns, a pair has no label, except that
     ``chosen`` is better than ``rejected``. The names of the answering models are in ``model_a`` and
     ``model_b``, ``generator_1`` and ``generator_2``, or ``gen_a`` and ``gen_b``. A missing answer
     is read as an empty one.
 
     Args:
-        source: A file of JSON, JSON lines or CSV (separated by commas, semicolons or tabs), also
-            gzipped, or of parquet; a hub id such as ``owner/name``; a data set, a data frame, or
-            rows.
-        columns: If the rows use other names: a mapping from names above to theirs, such as
+        source: A JSON, JSON Lines or CSV file (separated by commas, semicolons or tabs), which may
+            be gzipped; a Parquet file; a hub id such as ``owner/name``; a data set, a data frame,
+            or rows.
+        columns: A mapping from names above to the names that the rows use instead, such as
             ``{"prompt": "question", "a": "first", "b": "second", "label": "better"}``.
-        max_bad: The largest share of rows that may be invalid; these are left out and reported.
+        max_bad: The largest fraction of rows that may be invalid. Invalid rows are left out and
+            reported.
 
     Returns:
-        Pairs, and the report.
+        The pairs, and a report on the rows.
 
     Raises:
         ValueError: The file cannot be read, there are more invalid rows than allowed (the message
-            has their lines), there are no pairs, or a name in ``columns`` is none of those above.
+            gives their lines), there are no pairs, or a name in ``columns`` is not listed above.
 
     >>> row = {
     ...     "prompt": "2 + 2?",
@@ -154,20 +157,20 @@ def read_pairs(
         if isinstance(row, Mapping):
             seen |= dict.fromkeys(map(str, row))
         if isinstance(pair, ValueError):
-            # by reason: a wrong column gives one reason with many lines
+            # grouped by reason: a wrong column gives one reason with many lines
             bad.setdefault(str(pair), []).append(line)
         else:
             pairs.append(pair)
     wrong = sum(map(len, bad.values()))
     if wrong > max_bad * count:
         raise ValueError(
-            f"read_pairs: {wrong} of {count} rows are bad, more than max_bad={max_bad:.0%} allows: "
-            f"{_reasons(bad)}"
+            f"read_pairs: {wrong} of {count} rows are invalid, more than max_bad={max_bad:.0%} "
+            f"allows: {_reasons(bad)}"
         )
     if not pairs:
         raise ValueError("read_pairs: expected at least 1 row, got none")
     known = COLUMNS | set((columns or {}).values())
-    # a name with half of a surrogate pair could not be printed
+    # a name with a lone surrogate could not be printed
     ignored = tuple(name.encode(errors="replace").decode() for name in seen if name not in known)
     empty = 0
     for pair in pairs:
@@ -183,15 +186,15 @@ def read_pairs(
 def each_pair(
     source: object, *, columns: Mapping[str, str] | None = None, labels: bool = True
 ) -> Iterator[tuple[int, object, Pair | ValueError]]:
-    """Yield each row's line number, the row, and its pair or the error why it is not a pair.
+    """Yield each row's line number, the row, and its pair, or the error if it is not a pair.
 
     Args:
         source: The source, as in `read_pairs`.
         columns: The names of columns, as in `read_pairs`.
-        labels: Whether to read verdicts; False for pairs that are to be judged.
+        labels: Whether to read verdicts; False ignores them, for pairs that a model will judge.
 
     Yields:
-        The line number, from 1; the row; its `Pair`, or the error.
+        A tuple of the line number, counted from 1, the row, and its `Pair` or the error.
 
     Raises:
         ValueError: The file cannot be read, or a name in ``columns`` is unknown.
@@ -204,9 +207,10 @@ def each_pair(
     """
     if odd := [name for name in columns or {} if name not in COLUMNS]:
         raise ValueError(
-            f"read_pairs: columns has {odd[0]!r}; expected names among {', '.join(sorted(COLUMNS))}"
+            f"read_pairs: columns has the key {odd[0]!r}, expected keys among "
+            f"{', '.join(sorted(COLUMNS))}"
         )
-    # all rows first: only all verdicts together show whether they count from 1
+    # read all rows first: only all verdicts together show whether they count from 1
     numbered = list(each_row(source, "read_pairs"))
     counts_from_one = labels and _counts_from_one([row for _, row in numbered], columns or {})
     for line, row in numbered:
@@ -226,7 +230,7 @@ def each_pair(
 def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool:
     """Return whether verdicts are 1 for the first answer and 2 for the second.
 
-    They are if the columns of the answers end in 1 and 2, and no verdict is 0.
+    This is so if the columns of the answers end in 1 and 2, and all numbers are 1 or 2.
 
     Raises:
         ValueError: The columns of the answers do not end in 1 and 2, but verdicts are 1 and 2 and
@@ -257,12 +261,12 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
 
 
 def _names(row: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the column of each field: from ``columns`` if it is there, else of the same name."""
+    """Return the column of each field: as in ``columns``, and otherwise of the same name."""
     return {name: name for name in row if name not in columns.values()} | dict(columns)
 
 
 def _number(value: object) -> int | None:
-    """Return a verdict as a whole number, or None if it is not one."""
+    """Return a verdict as a whole number, or None if it is not a whole number."""
     try:
         number = float(str(value))
     except ValueError:
@@ -289,5 +293,5 @@ def _renamed(row: object, columns: Mapping[str, str]) -> object:
     if lost := [own for own in columns.values() if own not in row]:
         raise ValueError(f"expected a column {lost[0]!r}, got {', '.join(map(str, row))}")
     rest = {name: value for name, value in row.items() if name not in columns.values()}
-    # the renamed columns last: they replace columns of the file that already have these names
+    # renamed columns come last, to replace columns of the file that already have these names
     return rest | {name: row[own] for name, own in columns.items()}

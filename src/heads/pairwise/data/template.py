@@ -1,6 +1,6 @@
 """`Template`: convert a prompt and an answer to token ids.
 
-Special tokens are those of the tokenizer, or those of its chat template.
+Special tokens come from the tokenizer's chat template if it has one, otherwise from the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PairwiseConfig
 from ..pairs import ROLES, Turn, Words, turns_of
 
-# placeholders for texts, to take a chat template apart
+# placeholders for texts, to find what a chat template puts between them
 _MARKS = tuple(f"zqx{k}xqz" for k in "abcde")
 
 
@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids: The token ids.
-        types: The token types.
+        types: The token type ids.
         begin: The index of the answer's first token; the answer ends with the sequence.
     """
 
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 class CutTokens(NamedTuple):
-    """A sequence, and how many tokens of its prompt and of its answer did not fit."""
+    """A sequence, and the numbers of tokens of its prompt and its answer that did not fit."""
 
     tokens: Tokens
     of_prompt: int
@@ -45,24 +45,26 @@ class CutTokens(NamedTuple):
 
 
 class Template:
-    """The special tokens around a prompt and an answer, and the rules to cut both to fit.
+    """The special tokens around a prompt and an answer, and the rules for truncating both.
 
-    With a chat template, turns are framed by the template. Without one, prompt and answer are
-    framed as the tokenizer frames a pair of texts, and further turns are separated in the same way.
+    If the tokenizer has a chat template, the template adds the special tokens around each turn.
+    Otherwise, prompt and answer get the special tokens that the tokenizer adds to a pair of texts,
+    and further turns are separated in the same way.
 
     Args:
         tokenizer: A fast tokenizer.
         config: The config with ``append_prompt``, ``max_tokens`` and ``max_prompt_tokens``.
 
     Raises:
-        ValueError: The tokenizer is not a fast one, its chat template does not show each turn once,
-            ``max_tokens`` is None, or special tokens leave no room for text.
+        ValueError: The tokenizer is not a fast tokenizer, its chat template fails or does not
+            render each turn exactly once, ``max_tokens`` is None, or special tokens leave no room
+            for text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairwiseConfig):
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                f"PairwiseDataset: tokenizer is a {type(tokenizer).__name__}, expected a fast one"
+                f"PairwiseDataset: expected a fast tokenizer, got a {type(tokenizer).__name__}"
             )
         self.tokenizer = tokenizer
         self.with_prompt = config.append_prompt
@@ -76,16 +78,16 @@ class Template:
             self._read_pair(config)
         if config.max_tokens is None:
             raise ValueError(
-                "PairwiseDataset: config.max_tokens is None; expected a number, which from_encoder "
-                "sets"
+                "PairwiseDataset: config.max_tokens is None, expected a number; from_encoder sets "
+                "this field"
             )
         self.limit = config.max_tokens
         room = self._room("user", "user")
         # a token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
-                "PairwiseDataset: expected max_tokens with room for special tokens and 2 more, got "
-                f"{self.limit}"
+                "PairwiseDataset: expected max_tokens with room for the special tokens and 2 more, "
+                f"got {self.limit}"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
@@ -111,7 +113,7 @@ class Template:
         self._after = ids[answer[-1] + 1 :]
         if self.with_prompt and not between:  # a tokenizer that does not separate two texts
             between = token_ids(self.tokenizer, ["\n\n"])[0]
-        # GPT-2's tokenizer adds no end token; with one, even an empty answer has a token
+        # GPT-2's tokenizer adds no end token; with an end token, even an empty answer has a token
         if not self._after and self.tokenizer.eos_token_id is not None:
             self._after = [self.tokenizer.eos_token_id]
         self._before = dict.fromkeys(ROLES, ids[: prompt[0]])
@@ -134,7 +136,7 @@ class Template:
 
     def _read_chat_template(self) -> None:
         """Read the tokens that the chat template puts before, between and after turns."""
-        # the shortest conversation with both gaps and an answer that is not the first
+        # the shortest conversation with both kinds of gaps and an answer that is not the first
         said = ("user", "assistant", "user", "assistant")
         whole = self._rendered(said)
         self._before["user"] = self._special(whole[0])
@@ -145,7 +147,7 @@ class Template:
         self._after = self._special(whole[-1].rstrip())
         try:
             told = self._rendered(("system", *said[:2]))
-        except ValueError:  # it has no system role: frame such a turn as the user's
+        except ValueError:  # the template has no system role: treat such a turn as the user's
             told = [whole[0], whole[2], *whole[1:]]
         self._before["system"] = self._special(told[0])
         self._between["system", "user"] = self._special(told[1])
@@ -160,12 +162,16 @@ class Template:
             text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception as error:  # errors of Jinja, and any that a template raises
             raise ValueError(
-                f"PairwiseDataset: the chat template refuses {', '.join(roles)}: {error}"
+                "PairwiseDataset: the chat template cannot render turns of the roles "
+                f"{', '.join(roles)}: {error}"
             ) from error
         parts = []
         for mark in marks:
             if text.count(mark) != 1:
-                raise ValueError("PairwiseDataset: the chat template does not show each turn once")
+                raise ValueError(
+                    "PairwiseDataset: expected a chat template that renders each turn exactly "
+                    "once, got one that omits or repeats turns"
+                )
             before, text = text.split(mark)
             parts.append(before)
         return [*parts, text]
@@ -176,9 +182,9 @@ class Template:
         return []
 
     def _room(self, first: str, last: str) -> int:
-        """Return how many tokens are left for a prompt and an answer.
+        """Return the number of tokens left for a prompt and an answer.
 
-        The prompt begins and ends with turns of these roles.
+        The prompt begins with a turn of the role ``first`` and ends with one of ``last``.
         """
         return (
             self.limit
@@ -190,7 +196,7 @@ class Template:
     def _gap(self, one: str, other: str) -> list[int]:
         """Return the tokens between turns of two roles.
 
-        For an order of roles that the template does not support, those of the usual order.
+        If the template does not support this order of roles, return the tokens of the usual order.
         """
         if other == "assistant":
             usual = ("user", "assistant")
@@ -203,8 +209,8 @@ class Template:
     ) -> Iterator[list[CutTokens]]:
         """Yield, for each group of a prompt and its answers, one sequence per answer.
 
-        In a conversation, all turns before the last belong to the prompt. A prompt keeps as many
-        tokens as its answer leaves, and at least ``max_prompt_tokens``.
+        In a conversation, all turns before the last belong to the prompt. A long prompt keeps as
+        many tokens as its answer leaves room for, and at least ``max_prompt_tokens``.
         """
         conversations: list[tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]] = []
         texts: list[str] = []
@@ -234,7 +240,7 @@ class Template:
         if room < 2:
             raise ValueError(
                 "PairwiseDataset: expected max_tokens with room for 2 more than the special tokens "
-                f"of a conversation that begins with {roles[0]}, got {self.limit}"
+                f"of a conversation that begins with a {roles[0]} turn, got {self.limit}"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
@@ -252,8 +258,8 @@ class Template:
             kinds += [kind] * len(piece)
         if not ids:
             raise ValueError(
-                "PairwiseDataset: a prompt and its answer have no token; expected some text in one "
-                "of them"
+                "PairwiseDataset: expected text in the prompt or the answer, got a prompt and an "
+                "answer without tokens"
             )
         # an empty answer without tokens after it begins at the last token
         begin = min(sum(map(len, pieces[:3])), len(ids) - 1)
@@ -262,7 +268,7 @@ class Template:
 
 
 def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
-    """Concatenate sequences to the inputs of `PairwiseModel.features`."""
+    """Concatenate sequences into the inputs of `PairwiseModel.features`."""
     return {
         "input_ids": torch.from_numpy(np.concatenate([tokens.ids for tokens in sequences])).long(),
         "token_type_ids": torch.from_numpy(
@@ -274,7 +280,7 @@ def sequence_batch(sequences: Sequence[Tokens]) -> dict[str, Tensor]:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of texts; names of special tokens are treated as text."""
+    """Return the token ids of texts; special tokens that occur in a text are treated as text."""
     if not texts:
         return []
     return tokenizer(
@@ -283,7 +289,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
-    """Return the first and last tokens, half of ``room`` each, or all if there is room.
+    """Return the first and last tokens, half of ``room`` each, or all tokens if they fit.
 
     >>> cut_middle([1, 2, 3, 4, 5], 3)
     [1, 2, 5]

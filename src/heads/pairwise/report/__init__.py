@@ -1,1 +1,1 @@
-"""Metrics of verdicts, and baselines that need no encoder."""
+"""Metrics of verdicts, reports on them, and baselines that need no encoder."""

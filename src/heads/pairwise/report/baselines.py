@@ -1,4 +1,4 @@
-"""Baselines without an encoder: the labels' shares, a curve of length, words and style."""
+"""Baselines without an encoder: class frequencies, a curve of length, words and style."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..pairs import Pair, Words, as_pairs, said_by
 from ..surface import surfaces_of
 from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 
-NEAR = 1.2  # answers of similar length are at most this many times as long as the other
+NEAR = 1.2  # of two answers of similar length, neither is more than this many times as long
 
 BASELINES = (
     "the training labels' shares",
@@ -32,9 +32,9 @@ class Rival:
 
     Attributes:
         name: The name of the baseline.
-        accuracy: Share of right verdicts.
-        near_accuracy: The accuracy on pairs whose answers differ by no more than a fifth in length;
-            nan if there are none.
+        accuracy: Fraction of correct verdicts.
+        near_accuracy: The accuracy on pairs in which neither answer is more than a fifth longer
+            than the other; nan if there are none.
         log_loss: The log-loss in nats.
         calibration_error: See `PairwiseMetrics`.
         gain: The baseline's log-loss minus the model's, in nats per pair.
@@ -69,11 +69,11 @@ def baseline_verdicts(
     """Return log-probabilities of test pairs from baselines fitted on labeled training pairs.
 
     Each baseline is fitted on both orders of each pair and returns the mean of both orders, so it
-    treats A and B alike:
+    is symmetric in A and B. The baselines are:
 
-    - the training labels' shares,
+    - the class frequencies of the training labels,
     - a logistic regression on a spline of the difference in log-length,
-    - a logistic regression on differences of TF-IDF and of the 24 surface features,
+    - a logistic regression on differences of TF-IDF vectors and of the 24 surface features,
     - boosted trees on differences and means of the surface features.
 
     Args:
@@ -82,7 +82,7 @@ def baseline_verdicts(
         classes: 3, or 2 for data without ties.
 
     Returns:
-        The log-probabilities, (N, C) float64, by the name of the baseline.
+        A dictionary from the names of the baselines to their log-probabilities, (N, C) float64.
 
     Raises:
         ImportError: scikit-learn is not installed (extra ``judge``).
@@ -92,8 +92,8 @@ def baseline_verdicts(
     needs_scikit_learn(operation)
     if not train or any(pair.label is None for pair in train) or not test:
         raise ValueError(
-            f"{operation}: {len(train)} pairs to fit on and {len(test)} to judge; expected 1 or "
-            "more of each, and labels for all pairs to fit on"
+            f"{operation}: expected 1 or more training pairs, all with labels, and 1 or more test "
+            f"pairs, got {len(train)} training pairs and {len(test)} test pairs"
         )
     train = as_pairs(operation, train, classes)
     from scipy.sparse import csr_array, hstack
@@ -113,12 +113,12 @@ def baseline_verdicts(
         texts.append([said_by("assistant", answer) for answer in side])
     tfidf: list[object]
     try:
-        # only training answers: nothing may be learned from the pairs to judge
+        # only training answers: nothing may be learned from the test pairs
         words.fit(texts[0] + texts[1])
         tfidf = [words.transform(side) for side in texts]
     except ValueError:  # no word is in two answers
         tfidf = [csr_array((len(side), 1)) for side in texts]
-    # 1e-9, because the spread is 0 if all pairs differ by the same amount
+    # 1e-9, because the standard deviation is 0 if all pairs differ by the same amount
     spread = np.abs(a - b).std(0) + 1e-9
 
     def worded(one: Any, other: Any, style: np.ndarray) -> csr_array:
@@ -139,7 +139,7 @@ def baseline_verdicts(
     }
     verdicts[BASELINES[1]] = _fitted(
         make_pipeline(
-            # constant: beyond the differences that were seen, a longer answer gains no more
+            # constant: beyond the differences in training pairs, a longer answer gains no more
             SplineTransformer(n_knots=8, extrapolation="constant"),
             LogisticRegression(C=10, max_iter=1000),
         ),
@@ -202,7 +202,7 @@ def rivals_of(
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
-    """Return, for each pair, whether neither answer is over a fifth longer than the other, (N,)."""
+    """Return, for each pair, whether neither answer is over a fifth longer than the other."""
     sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
     return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
 
@@ -216,7 +216,7 @@ def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:
 
 
 def clustered(differences: Tensor, groups: Sequence[object]) -> tuple[float, float]:
-    """Return a mean and its standard error, clustered by group; for one group, the error is nan.
+    """Return a mean and its standard error, clustered by group; with one group, the error is nan.
 
     >>> clustered(torch.tensor([1.0, 1.0, 3.0, 3.0]), ["p", "p", "q", "q"])
     (2.0, 1.0)
@@ -250,9 +250,9 @@ def _shares(pairs: Sequence[Pair], classes: int) -> np.ndarray:
 
 
 def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor:
-    """Fit a model on both orders of the training pairs; return verdicts on new pairs.
+    """Fit a model on both orders of the training pairs; return log-probabilities of new pairs.
 
-    These are log-probabilities of the mean of both orders.
+    The probabilities are the means of both orders.
     """
     stack: Callable[[list], object] = np.concatenate
     if not isinstance(seen[0], np.ndarray):
@@ -265,7 +265,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
     targets = []
     weights = []
     for side, shares in zip(seen, (labels, turned), strict=True):
-        # scikit-learn takes one class per row: a soft label becomes several weighted rows
+        # scikit-learn takes one class per sample: a soft label becomes several weighted samples
         for k in range(classes):
             counted = shares[:, k] > 0
             rows.append(side[counted])
@@ -276,7 +276,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
         only[:, present.pop()] = 1.0
         return only.log()
     if hasattr(model, "steps"):
-        # a pipeline passes weights on by the name of its last step
+        # a pipeline takes weights for its last step under the name of this step
         last = model.steps[-1][0] + "__sample_weight"
     else:
         last = "sample_weight"

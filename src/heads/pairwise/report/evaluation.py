@@ -1,4 +1,4 @@
-"""`pairwise_report`: evaluate a judge on labeled pairs. `calibrate_`: set its temperature."""
+"""`pairwise_report` evaluates a judge on labeled pairs; `calibrate_` sets its temperature."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ class PairwiseReport(Report):
     Attributes:
         metrics: The model's metrics.
         packing: Whether the encoder ran without padding.
-        cut: Counts of tokens, and of the texts that were cut.
-        predictions: The verdicts.
-        labels: The labels.
-        near_accuracy: The accuracy on pairs whose answers differ by no more than a fifth in length.
-        owed: The rise of the log-loss if both answers were equal in the encoder's states, in
-            length, in style, or in overlap with the prompt, for each of these that the model reads.
-        lengths: The lengths of A and B in characters.
+        cut: Counts of tokens, and of the texts that were truncated.
+        predictions: The predicted verdicts.
+        labels: The labels of the pairs.
+        near_accuracy: The accuracy on pairs in which neither answer is more than a fifth longer
+            than the other; nan if there are none.
+        owed: For each input of the head (``"encoder"``, ``"length"``, ``"style"`` or
+            ``"overlap"``), the rise in log-loss if both answers' values of this input are replaced
+            by their mean.
+        lengths: The lengths of A and B in characters, for each pair.
         rivals: The baselines' metrics; empty without training pairs.
-        seen: A line on how many test prompts and answering models were trained on.
+        seen: A line on how many test prompts and answering models occur in the training pairs;
+            empty without training pairs.
     """
 
     metrics: PairwiseMetrics
@@ -65,15 +68,15 @@ class PairwiseReport(Report):
     seen: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """Return metrics without the confusion matrix, and each part's effect on the log-loss."""
+        """Return metrics without the confusion matrix, and each input's effect on the log-loss."""
         told = ", ".join(f"{part} {rise:+.4f}" for part, rise in self.owed.items())
         return [
             *self.metrics.summary(),
-            f"rise in log-loss if both answers were alike in one part: {told}",
+            f"rise in log-loss if both answers were equal in one input: {told}",
         ]
 
     def table(self) -> Table:
-        """Return the metrics of model and baselines or, without baselines, the confusion matrix."""
+        """Return metrics of the model and baselines or, without baselines, the confusion matrix."""
         if not self.rivals:
             return self.metrics.table()
         metrics = self.metrics
@@ -91,7 +94,7 @@ class PairwiseReport(Report):
         ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
-            # A and B are equally likely for every pair, so its accuracy says nothing
+            # this baseline gives A and B the same probability, so its accuracy says nothing
             if one.name == BASELINES[0]:
                 told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
@@ -105,11 +108,11 @@ class PairwiseReport(Report):
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """Return lines on bad probabilities, training data, cut texts and packing."""
+        """Return lines on poor probabilities, training data, truncated texts and packing."""
         metrics = self.metrics
         worse = (
             f"log-loss {metrics.log_loss:.4f} is above {metrics.log_loss_prior:.4f}, the log-loss "
-            "of always giving these labels' shares"
+            "of always predicting the labels' class frequencies"
         )
         told = [
             f"{worse}: the probabilities are worse than none; call calibrate_ with 100 held-out "
@@ -123,9 +126,9 @@ class PairwiseReport(Report):
         ]
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot a reliability diagram, accuracy by confidence (extra ``plot``).
+        """Plot a reliability diagram: accuracy by confidence (extra ``plot``).
 
-        The larger a marker, the more pairs are in its bin.
+        Larger markers mean more pairs in a bin.
 
         Args:
             ax: The axes to plot on; default: a new figure.
@@ -173,7 +176,7 @@ class PairwiseReport(Report):
             ("this model", self.predictions.probabilities.double()),
         ):
             won = torch.where(longer, found[:, :1], found[:, 1:2])[:, 0] + found[:, 2:].sum(1) / 2
-            # about 20 pairs or more in a part, because the share of a few pairs is noise
+            # about 20 pairs or more in a part, because the win rate of a few pairs is noise
             parts = order.tensor_split(min(8, max(1, len(order) // 20)))
             middles = [float((logs[p, 0] - logs[p, 1]).abs().mean().exp()) for p in parts]
             axes.plot(
@@ -191,7 +194,7 @@ class PairwiseReport(Report):
 
 
 def _told(accuracy: float, near: float, loss: float, error: float) -> tuple[str, ...]:
-    within = "-" if math.isnan(near) else f"{near:.1%}"  # no pair has answers of similar length
+    within = "-" if math.isnan(near) else f"{near:.1%}"  # nan: no answers of similar length
     return f"{accuracy:.1%}", within, f"{loss:.4f}", f"{error:.3f}"
 
 
@@ -208,15 +211,16 @@ def pairwise_report(
     Args:
         model: A `PairwiseModel`.
         data: Pairs with labels, from ``model.dataset(pairs)``.
-        train: The pairs that the model was trained on, such as ``train_data.pairs``. Baselines are
-            fitted on them: the training labels' shares, a curve of length, a regression on words
-            and style, boosted trees on style. A useful judge is better than these (extra
-            ``judge``).
+        train: The pairs that the model was trained on, such as ``train_data.pairs``. Four baselines
+            are fitted on these pairs (extra ``judge``): the class frequencies of the labels, a
+            curve of length, a regression on words and style, and boosted trees on style. A useful
+            judge is better than all of them.
         batch_size: Number of pairs in a batch.
-        progress: Show a progress bar.
+        progress: Whether to show a progress bar.
 
     Returns:
-        Metrics of the model and, with ``train``, of each baseline; it prints as a table.
+        A report with the metrics of the model and, with ``train``, of each baseline. It prints as a
+        table.
 
     Raises:
         ValueError: There are no pairs, or they have no labels.
@@ -256,20 +260,22 @@ def pairwise_report(
 
 
 def _seen(train: Sequence[Pair], test: Sequence[Pair]) -> tuple[str, ...]:
-    """Return a line on how many of the test pairs' prompts and writers were trained on."""
+    """Return a line on how many test prompts and answering models occur in the training pairs."""
     told = []
     known = {str(pair.prompt) for pair in train if pair.prompt}
     asked = {str(pair.prompt) for pair in test if pair.prompt}
     if asked:
-        told.append(f"{len(asked & known)} of {len(asked)} prompts were trained on")
+        told.append(f"{len(asked & known)} of {len(asked)} prompts occur in training pairs")
     wrote, writers = _writers(train), _writers(test)
     if writers:
-        told.append(f"{len(writers & wrote)} of {len(writers)} models that answer were trained on")
+        told.append(
+            f"{len(writers & wrote)} of {len(writers)} answering models occur in training pairs"
+        )
     return ("; ".join(told),) if told else ()
 
 
 def _writers(pairs: Sequence[Pair]) -> set[str]:
-    """Return the names of the models that wrote the answers, as far as rows name them."""
+    """Return the known names of the models that wrote the answers."""
     names: set[str] = set()
     for pair in pairs:
         names.update(name for name in pair.writers if name)
@@ -278,11 +284,11 @@ def _writers(pairs: Sequence[Pair]) -> set[str]:
 
 @dataclass(frozen=True)
 class CalibrationReport(Report):
-    """The temperature that `calibrate_` set.
+    """The result of `calibrate_`.
 
     Attributes:
-        pairs: Number of pairs it is fitted to.
-        temperature: The temperature.
+        pairs: Number of pairs that the temperature was fitted on.
+        temperature: The temperature that was set.
         best: The temperature with the lowest log-loss on these pairs.
         error: Standard error of the logarithm of ``best``.
         before: The log-loss on these pairs before the call, in nats.
@@ -297,15 +303,15 @@ class CalibrationReport(Report):
     after: float
 
     def summary(self) -> list[str]:
-        """Return the log-losses and the temperature."""
+        """Return a line with the log-losses and the temperature."""
         losses = f"log-loss {self.before:.4f} before, {self.after:.4f} after"
         return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g})"]
 
     def remarks(self) -> list[str]:
-        """Return the best temperature and its uncertainty."""
-        # the error of a single prompt is infinite, and exp raises from 710 on; e⁹ is large enough
+        """Return lines on the best temperature and on its standard error."""
+        # with a single prompt the error is infinite, and exp raises from 710 on; e⁹ is large enough
         lines = [
-            f"best on these pairs: {self.best:.3g}, within a factor of "
+            f"best temperature on these pairs: {self.best:.3g}, within a factor of "
             f"{math.exp(min(self.error, 9)):.2g} (one standard error)"
         ]
         if self.pairs < _ENOUGH:
@@ -316,20 +322,20 @@ class CalibrationReport(Report):
 def calibrate_(
     model: PairwiseModel, data: PairwiseDataset, *, batch_size: int = 32, progress: bool = True
 ) -> CalibrationReport:
-    """Set a model's temperature, in place, so that its probabilities fit held-out pairs.
+    """Set a model's temperature, in place, so that the probabilities fit held-out pairs.
 
     Verdicts do not change. The temperature is a buffer of the head, and divides logits in
-    evaluation. It is shrunk towards 1 if there are few pairs or prompts, and is below 1 only with
-    two standard errors of evidence (`cautious_temperature`).
+    evaluation. It is shrunk toward 1 if there are few pairs or prompts, and is set below 1 only if
+    the evidence for this exceeds two standard errors (`cautious_temperature`).
 
     Args:
         model: A `PairwiseModel`.
         data: Labeled pairs that were not used for training or for choosing the epoch.
         batch_size: Number of pairs in a batch.
-        progress: Show a progress bar.
+        progress: Whether to show a progress bar.
 
     Returns:
-        The temperature, and the log-loss before and after.
+        A report with the temperature, and the log-loss before and after.
 
     Raises:
         ValueError: There are no pairs, or they have no labels.
@@ -340,7 +346,7 @@ def calibrate_(
     ).log_probabilities
     old_temperature = float(model.head.temperature)
     labels = _labels(data)
-    # undo the old temperature, or a second call would fit the ratio of both
+    # undo the old temperature: otherwise a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
     # pairs without a prompt do not share one
     prompts = [pair.prompt or number for number, pair in enumerate(data.pairs)]

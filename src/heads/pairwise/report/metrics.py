@@ -1,4 +1,4 @@
-"""Measure verdicts: accuracy, log-loss, calibration, fairness, and correlation with length.
+"""Metrics of verdicts: accuracy, log-loss, calibration, flip rate and correlation with length.
 
 Shapes: N pairs, C classes.
 """
@@ -33,17 +33,18 @@ class PairwiseMetrics(Report):
 
     Attributes:
         pairs: The number of pairs, N.
-        accuracy: Share of right verdicts; for soft labels, the share of judges that agree.
+        accuracy: Fraction of correct verdicts; a soft label counts as the fraction of annotators
+            who agree with the verdict.
         log_loss: The log-loss in nats.
-        log_loss_prior: The log-loss of always giving the labels' shares, with the shares of A and B
-            averaged.
-        calibration_error: Mean distance between confidence and accuracy, over 15 bins of
-            confidence.
-        flip_rate: Share of verdicts that change if A and B are swapped.
-        length_correlation: The correlation of P(A) - P(B) with how much longer A is, over both
-            orders of each pair; nan if either is always 0.
+        log_loss_prior: The log-loss of always predicting the class frequencies of the labels, with
+            those of A and B averaged.
+        calibration_error: Mean absolute difference of confidence and accuracy over 15 bins of
+            confidence, weighted by the number of pairs in a bin.
+        flip_rate: Fraction of verdicts that change if A and B are swapped.
+        length_correlation: The correlation of P(A) - P(B) with the length of A minus that of B,
+            over both orders of each pair; nan if either is always 0.
         label_length_correlation: The same correlation for the labels.
-        confusion: Rows are labels, columns verdicts.
+        confusion: The confusion matrix; rows are labels, columns are verdicts.
     """
 
     pairs: int
@@ -57,12 +58,12 @@ class PairwiseMetrics(Report):
     confusion: tuple[tuple[float, ...], ...]
 
     def summary(self) -> list[str]:
-        """Return all metrics except the confusion matrix."""
+        """Return lines with all metrics except the confusion matrix."""
         return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
-            f"log-loss {self.log_loss:.4f} (these labels' own shares {self.log_loss_prior:.4f})",
+            f"log-loss {self.log_loss:.4f} (class frequencies alone: {self.log_loss_prior:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
-            f"correlation with length {self.length_correlation:.2f} (labels' own "
+            f"correlation with length {self.length_correlation:.2f} (of the labels: "
             f"{self.label_length_correlation:.2f})",
         ]
 
@@ -76,9 +77,9 @@ class PairwiseMetrics(Report):
 
 
 def alike(shares: Tensor) -> Tensor:
-    """Return (C,) shares of classes, with those of A and B averaged.
+    """Return class frequencies (C,), with those of A and B averaged.
 
-    Without reading the answers, A and B cannot be told apart.
+    A model that does not read the answers cannot tell A from B.
 
     >>> alike(torch.tensor([0.5, 0.25, 0.25]))
     tensor([0.3750, 0.3750, 0.2500])
@@ -89,7 +90,7 @@ def alike(shares: Tensor) -> Tensor:
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
     """Return the entries (N,) of a table (N, C) at the verdicts of log-probabilities (N, C).
 
-    With two classes, a tie counts as half of each.
+    With two classes, the entry at a tie is the mean of both entries.
 
     >>> at_verdict(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
     tensor([1.0000, 0.5000])
@@ -101,7 +102,7 @@ def at_verdict(table: Tensor, found: Tensor) -> Tensor:
 
 
 def shares_of(labels: Sequence[object] | Tensor, classes: int) -> Tensor:
-    """Return classes, or shares of them, as float64 shares (N, C)."""
+    """Convert class indices (N,) or soft labels (N, C) to float64 class fractions (N, C)."""
     shares = torch.as_tensor(labels)
     if shares.dim() == 2:
         return shares.double()
@@ -119,16 +120,16 @@ def pairwise_metrics(
 
     Args:
         log_probabilities: The log-probabilities of A, B and tie, (N, C).
-        labels: Classes (N,) or shares (N, C).
-        swapped_log_probabilities: The same, (N, C), from pairs with A and B swapped, with the
-            columns swapped back; for the flip rate.
-        length_difference: How much longer A is than B, (N,); for the correlations.
+        labels: Class indices (N,) or soft labels (N, C).
+        swapped_log_probabilities: The log-probabilities from pairs with A and B swapped, (N, C),
+            with the columns swapped back; used for the flip rate.
+        length_difference: The length of A minus that of B, (N,); used for the correlations.
 
     Returns:
         All metrics; the flip rate and the correlations are nan without their inputs.
 
     Raises:
-        ValueError: There are no pairs, or the labels do not fit the log-probabilities.
+        ValueError: There are no pairs, or the shapes of labels and log-probabilities do not match.
 
     >>> found = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1]]).log()
     >>> pairwise_metrics(found, [0, 0]).accuracy
@@ -146,9 +147,9 @@ def pairwise_metrics(
     best = verdicts_of(found)
     right = at_verdict(wanted, found)
     prior = alike(wanted.mean(0))
-    # shares are added, so that a soft label counts in several rows
+    # fractions are added, so that a soft label counts in several rows
     confusion = torch.zeros(classes, len(CLASSES), dtype=torch.float64).index_add(1, best, wanted.T)
-    if classes == 2:  # a tie is half of both
+    if classes == 2:  # a tie counts as half of each
         confusion = confusion[:, :2] + confusion[:, 2:] / 2
     flips = float("nan")
     if swapped_log_probabilities is not None:
@@ -172,7 +173,7 @@ def pairwise_metrics(
 
 
 def calibration_bins(confidence: Tensor, right: Tensor) -> list[tuple[float, float, float]]:
-    """Return the share, mean confidence and accuracy of each bin of confidence that has pairs."""
+    """Return, for each bin with pairs, the fraction of pairs, mean confidence and accuracy."""
     place = (confidence * _BINS).long().clamp(max=_BINS - 1)
     bins = [place == k for k in range(_BINS)]
     return [
@@ -200,20 +201,22 @@ def _correlation(one: Tensor, other: Tensor | None) -> float:
 
 
 def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
-    """Fit the temperature, which divides logits, to minimize their log-loss (Guo et al. 2017).
+    """Fit the temperature, which divides logits, by minimizing the log-loss (Guo et al. 2017).
 
     The log-loss is convex in the inverse of the temperature, so bisection on the derivative finds
     the minimum.
 
     Args:
         logits: The logits, (N, C), of pairs that were not trained on.
-        labels: Classes (N,) or shares (N, C).
+        labels: Class indices (N,) or soft labels (N, C).
 
     Returns:
-        The temperature, from 0.02 to 50: if every verdict is right, the log-loss has no minimum.
+        The temperature, limited to 0.02 to 50, because the log-loss has no minimum if every verdict
+        is correct.
 
     Raises:
-        ValueError: There are no pairs, the labels do not fit the logits, or logits are not finite.
+        ValueError: There are no pairs, the shapes of labels and logits do not match, or logits are
+            not finite.
 
     >>> fit_temperature(
     ...     torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1]
@@ -224,8 +227,9 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     shares = shares_of(labels, logits.shape[-1])
     if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
         raise ValueError(
-            f"fit_temperature: logits are {list(logits.shape)} and labels {list(shares.shape)}; "
-            "expected (N, C) for both, 1 or more pairs, and finite numbers"
+            "fit_temperature: expected logits of finite numbers and of shape (N, C) with 1 or more "
+            "pairs, and labels of shape (N,) or (N, C), got shapes "
+            f"{list(logits.shape)} and {list(torch.as_tensor(labels).shape)}"
         )
     wanted = (shares * logits).sum(1).mean()
     low = 1 / MOST
@@ -235,13 +239,13 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
         # the geometric mean, because the bounds are a factor of 2,500 apart
         middle = (low * high) ** 0.5
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
-        # mean - wanted is the derivative: if it is positive, the minimum is below
+        # mean - wanted is the derivative; if it is positive, the minimum is below middle
         low, high = (low, middle) if mean > wanted else (middle, high)
     return 1 / (low * high) ** 0.5
 
 
 class Temperature(NamedTuple):
-    """A temperature that is shrunk towards 1 if there are few pairs.
+    """A temperature that is shrunk toward 1 if there are few pairs.
 
     Attributes:
         value: The temperature to use.
@@ -263,7 +267,7 @@ def _by_prompt(values: Tensor, prompts: Sequence[object]) -> list[float]:
 
 
 def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
-    """Return whether the judge at temperature 1 is underconfident by over two standard errors.
+    """Return whether the judge is underconfident at temperature 1 by over two standard errors.
 
     The standard error at the best temperature is too small if that temperature is low by chance: in
     a test with ten pairs, it let one calibrated judge in eight have a temperature below 1.
@@ -281,17 +285,20 @@ def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]
 def cautious_temperature(
     logits: Tensor, labels: Sequence[object] | Tensor, prompts: Sequence[object]
 ) -> Temperature:
-    """Fit a temperature, and shrink it towards 1 by its standard error.
+    """Fit a temperature, and shrink it toward 1, depending on its standard error.
 
     The temperature's logarithm has a normal prior of mean 0 and standard deviation 0.5. Pairs with
     the same prompt are not independent, so the standard error is clustered by prompt. The
-    temperature is below 1 only with two standard errors of evidence, because a judge that becomes
-    more confident by chance is worse on other pairs.
+    temperature is below 1 only if the evidence for this exceeds two standard errors, because a
+    judge that becomes more confident by chance is worse on other pairs.
 
     Args:
         logits: The logits, (N, C), of pairs that were not trained on.
-        labels: Classes (N,) or shares (N, C).
-        prompts: The prompt of each pair, or any key of it.
+        labels: Class indices (N,) or soft labels (N, C).
+        prompts: The prompt of each pair, or any hashable value that identifies the prompt.
+
+    Returns:
+        The temperature, with the best one on these pairs and its standard error.
 
     >>> few = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     >>> cautious_temperature(few, [0, 0], ["a", "b"]).value
@@ -301,7 +308,7 @@ def cautious_temperature(
     logits = logits.double()
     probabilities = (logits / best).softmax(-1)
     wanted = shares_of(labels, logits.shape[-1])
-    # derivatives of the log-loss by 1 / T: the first for each pair, the second for all
+    # derivatives of the log-loss with respect to 1 / T: the first for each pair, the second for all
     slopes = ((probabilities - wanted) * logits).sum(1)
     means = (probabilities * logits).sum(1)
     curvature = float((probabilities * logits.square()).sum(1).sub(means.square()).sum())
@@ -309,7 +316,7 @@ def cautious_temperature(
     error = math.inf
     if len(sums) > 1 and curvature > 0:
         spread = sum(value**2 for value in sums) * len(sums) / (len(sums) - 1)
-        # an error of 1 / T, times T, is one of log T
+        # the standard error of 1 / T, times T, is that of log T
         error = best * spread**0.5 / curvature
     logarithm = math.log(best)
     # if every verdict is right, there is no best temperature, and the fit stops at its limit

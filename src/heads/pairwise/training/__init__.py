@@ -1,1 +1,1 @@
-"""The trainer, its groups of parameters, and a guard against dead runs."""
+"""The trainer, its parameter groups, and a guard that stops runs that learn nothing."""

@@ -14,30 +14,32 @@ from ..choices import CLASSES
 from ..functional import log_probabilities
 from ..report.metrics import alike
 
-# number of weights that are watched, and of sampled values from each
+# number of weight tensors to watch, and number of values to sample from each
 _SAMPLED = 8
 _EACH = 4096
-_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A moves after B, and B after a new head
-_PATIENT = 0.3  # share of a run before its log-loss is judged: a weak signal shows late
-_MIN_MOVED = 0.75  # share of the watched weights that must have changed after _STEPS_TO_MOVE
+_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A changes only after B, and B after a new head
+_PATIENT = 0.3  # fraction of a run before its log-loss is checked: a weak signal shows late
+_MIN_MOVED = 0.75  # fraction of the sampled values that must have changed after _STEPS_TO_MOVE
 
 
 class DeadRunGuard(TrainerCallback):
-    """Stop a dead run by an error that gives the reason.
+    """A callback that stops a dead run with an error that gives the reason.
 
-    A run is dead if most of its weights have not changed shortly after warm-up. After three tenths
-    of the run, it is also dead if its log-loss is too high in several windows in a row: not below
-    the log-loss of always giving the labels' shares by more than a standard error. Except with link
-    ``"concat"``, the shares of A and B are averaged. A run that gives every pair the same verdict
-    is dead in this second sense.
+    A run is dead if more than a quarter of its sampled weights have not changed shortly after
+    warm-up. After three tenths of the run, it is also dead if its log-loss is too high in several
+    windows of steps in a row. A log-loss is too high if it is not more than a standard error below
+    that of always predicting the class frequencies of the window's labels. Except with link
+    ``"concat"``, the frequencies of A and B are averaged. A run that gives every pair the same
+    verdict is dead by this second criterion.
 
-    In float16 or bfloat16, and at small rates, an optimizer's step can be less than half of a
-    weight's last bit; the weight then never moves, and the run looks like one that learns slowly.
+    In float16 or bfloat16, and at small learning rates, an optimizer step can be less than half of
+    a weight's last bit. The weight then never changes, and the run looks as if it learned slowly.
 
     Args:
-        window: Number of optimizer steps in a window; default: a tenth of the run, but 20 to 200.
-        patience: Number of windows in a row without a low enough log-loss that stop the run. A
-            resumed run starts to count again.
+        window: Number of optimizer steps in a window; default: a tenth of the run, at least 20 and
+            at most 200.
+        patience: Number of windows in a row with too high a log-loss after which the run stops. A
+            resumed run starts counting again.
 
     Raises:
         ValueError: ``window`` or ``patience`` is below 1.
@@ -46,7 +48,8 @@ class DeadRunGuard(TrainerCallback):
     def __init__(self, *, window: int | None = None, patience: int = 3):
         if (window is not None and window < 1) or patience < 1:
             raise ValueError(
-                f"DeadRunGuard: window is {window} and patience {patience}, expected 1 or more"
+                "DeadRunGuard: expected window and patience of 1 or more, got "
+                f"window={window} and patience={patience}"
             )
         self.window = window
         self.patience = patience
@@ -69,11 +72,11 @@ class DeadRunGuard(TrainerCallback):
         lost = (wanted * -log_probs).sum(1)
         # one number, padded to the width of the other rows
         last = torch.stack([lost.square().sum(), *lost.new_zeros(classes - 1)])
-        # only sums: their size does not grow, and they can be added over processes
+        # only sums, whose size does not grow and which can be added up over processes
         rows = [said.sum(0), wanted.sum(0), wanted.T @ lost, last]
         # for the variance of the gain, which needs products of classes for soft labels
         seen = torch.cat([torch.stack(rows), wanted.T @ wanted])
-        # on the device: reading it for each micro-batch would wait for the GPU
+        # kept on the device: reading the sums after each micro-batch would wait for the GPU
         self._seen = seen if self._seen is None else self._seen + seen
 
     def on_train_begin(
@@ -111,7 +114,7 @@ class DeadRunGuard(TrainerCallback):
         """Check the weights once after warm-up, and the log-loss after each window.
 
         Raises:
-            DeadRunError: The run is dead; the message has the reason.
+            DeadRunError: The run is dead; the message gives the reason.
         """
         warm = args.get_warmup_steps(state.max_steps)
         if self._start is not None and state.global_step >= max(warm, self._first) + _STEPS_TO_MOVE:
@@ -138,13 +141,13 @@ class DeadRunGuard(TrainerCallback):
         if watched and share < _MIN_MOVED:
             dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p, _ in watched}))
             raise DeadRunError(
-                f"step {state.global_step}: only {share:.0%} of the weights have moved; a learning "
-                f"rate of {max(lr_scheduler.get_last_lr()):.2g} is too small for {dtypes}, or "
-                "steps are skipped; use a larger learning rate, or float32 weights"
+                f"step {state.global_step}: only {share:.0%} of the sampled weights have changed. "
+                f"The learning rate {max(lr_scheduler.get_last_lr()):.2g} is too small for "
+                f"{dtypes}, or steps are skipped. Use a larger learning rate, or float32 weights"
             )
 
     def _check_window(self, state: TrainerState, seen: Tensor, window: int) -> None:
-        """Check that the log-loss is over one standard error below that of the labels' shares."""
+        """Check that the log-loss of a window is low enough; see `DeadRunGuard`."""
         said = seen[0]
         labels = seen[1]
         lost = seen[2]
@@ -155,7 +158,7 @@ class DeadRunGuard(TrainerCallback):
             shares = alike(shares)
         # the loss of a class without labels would be infinite, and infinity times 0 is nan
         prior = -shares.clamp(min=1e-12).log()  # of each class
-        # the mean gain over the shares per pair; its variance follows
+        # the mean gain per pair over always predicting the shares; its variance follows
         gain = float((labels * prior - lost).sum()) / count
         # E[(prior - loss)²] - E[prior - loss]², from the sums of the window
         spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2
@@ -174,10 +177,10 @@ class DeadRunGuard(TrainerCallback):
         loss = float(lost.sum()) / count
         known = float((labels * prior).sum()) / count
         raise DeadRunError(
-            f"step {state.global_step}: {same}log-loss {loss:.4f} over {window} steps is not below "
-            f"{known:.4f}, that of always giving the labels' shares ({told}), by more than its "
-            f"standard error, {error:.4f}, in {self._poor} windows in a row; try another learning "
-            "rate, or other data"
+            f"step {state.global_step}: {same}the log-loss was too high in {self._poor} windows in "
+            f"a row. Over the last {window} steps it was {loss:.4f}, which is not below "
+            f"{known:.4f}, that of always predicting the labels' class frequencies ({told}), by "
+            f"more than its standard error, {error:.4f}. Try another learning rate, or other data"
         )
 
 

@@ -16,21 +16,22 @@ def parameter_groups(
     layer_decay: float = 1.0,
     head_lr_ratio: float = 1.0,
 ) -> list[dict[str, object]]:
-    """Return optimizer groups with learning rates that fall from the top layer to the embeddings.
+    """Return optimizer groups whose learning rates fall from the top layer to the embeddings.
 
-    The top layer has ``learning_rate``, the layer below ``layer_decay`` times that, and so on; the
-    embeddings count as one more layer at the bottom (Howard and Ruder, "ULMFiT", 2018).
+    The top layer has ``learning_rate``, the layer below it ``layer_decay`` times that, and so on.
+    The embeddings count as one more layer at the bottom (Howard and Ruder, "ULMFiT", 2018).
 
     Args:
         model: A `PairwiseModel`, without a wrapper such as DDP.
         learning_rate: The learning rate of the encoder's top layer.
         weight_decay: The weight decay; biases and norms have none.
-        layer_decay: The factor of the rate from each layer to the one below, in (0, 1].
-        head_lr_ratio: The head's rate divided by ``learning_rate``.
+        layer_decay: The factor by which the learning rate falls from each layer to the layer below
+            it, in (0, 1].
+        head_lr_ratio: The head's learning rate divided by ``learning_rate``.
 
     Returns:
-        Groups. If part of the encoder's top layer trains, the first group has ``learning_rate``,
-        which a trainer logs.
+        The parameter groups. If part of the encoder's top layer trains, the first group has
+        ``learning_rate``, because trainers log the rate of the first group.
 
     Raises:
         ValueError: ``layer_decay`` is outside (0, 1], or it is below 1 and the encoder's layers
@@ -38,7 +39,7 @@ def parameter_groups(
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(
-            f"parameter_groups: layer_decay is {layer_decay}, expected a share in (0, 1]"
+            f"parameter_groups: layer_decay is {layer_decay}, expected a number in (0, 1]"
         )
     depth_of: dict[int, int] = {}
     if layer_decay < 1:

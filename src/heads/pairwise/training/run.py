@@ -45,12 +45,12 @@ from ..uncertainty import WIDEST, fit_uncertainty_, width_of
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
-_FEWEST = 6  # writers: with so many or more, some are held out
-# the share of a frozen encoder's layers to use, because the upper layers are specialized for its
-# own task; MiniLM's lower four judge better than all six (docs/pairwise.md)
+_FEWEST = 6  # answering models: with at least this many, some are held out
+# the fraction of a frozen encoder's layers to use, because the upper layers are specialized for the
+# task that it was trained on; MiniLM's lower four judge better than all six (docs/pairwise.md)
 _FROZEN_SHARE = 2 / 3
-# a model that answers in half of the pairs or more is the reference, such as AlpacaEval's baseline:
-# holding it out would leave too few pairs to train on
+# a model that answers in half of the pairs or more is a reference model, such as AlpacaEval's
+# baseline: holding it out would leave too few pairs to train on
 _REFERENCE_SHARE = 0.5
 
 
@@ -61,13 +61,13 @@ class JudgeReport(Report):
     Attributes:
         out: The output folder; the judge is in its ``model``.
         home: The report on held-out prompts, with baselines.
-        away: The report on pairs with answering models that are in no training pair; None if no
-            answering model was held out.
-        unseen: The names of these models.
+        away: The report on pairs with answers of held-out models, which wrote no training answer;
+            None if no answering model was held out.
+        unseen: The names of the held-out models.
         calibration: The result of `calibrate_`.
         read: A summary of the data that were read.
-        shares_prompts: Which of ``"home"`` and ``"away"`` have prompts of training pairs, because
-            there were too few others.
+        shares_prompts: Which of ``"home"`` and ``"away"`` have prompts in common with the pairs
+            that the judge was trained or calibrated on, because there were too few other prompts.
     """
 
     out: Path
@@ -79,11 +79,11 @@ class JudgeReport(Report):
     shares_prompts: tuple[str, ...]
 
     def summary(self) -> list[str]:
-        """Return what was read, and the temperature."""
+        """Return lines on the data that were read and on the temperature."""
         return [self.read, *self.calibration.summary()]
 
     def table(self) -> Table:
-        """Return a row for each set of pairs: the judge compared with the strongest baseline."""
+        """Return a comparison of the judge with the strongest baseline, for each set of pairs."""
         rows = []
         for name, report in self._sets().items():
             metrics = report.metrics
@@ -103,11 +103,11 @@ class JudgeReport(Report):
         return Table((*header, "strongest baseline", "the judge's gain"), rows)
 
     def remarks(self) -> list[str]:
-        """Return whether the judge beats the strongest baseline, and the paths of the files."""
+        """Return lines on whether the judge beats the strongest baseline, and on the files."""
         lines = []
         for name, report in self._sets().items():
             rival = _strongest(report)
-            # the error is nan if all pairs have one prompt: then the judge is not called better
+            # if all pairs have one prompt, the error is nan, and the judge is not called better
             if rival.gain > 2 * rival.error:
                 lines.append(f"{name}: better than {rival.name} by more than two standard errors")
             elif rival.gain < -2 * rival.error:
@@ -120,9 +120,12 @@ class JudgeReport(Report):
                 "(unseen_writers); verdicts on other models' answers may be worse"
             )
         else:
-            lines.append(f"away: pairs with {', '.join(self.unseen)}, which no training pair has")
+            lines.append(
+                f"away: pairs with answers of {', '.join(self.unseen)}, which wrote no training "
+                "answer"
+            )
         for name in self.shares_prompts:
-            lines.append(f"{name}: prompts are so few that some are those of training pairs")
+            lines.append(f"{name}: there are so few prompts that some also occur in training pairs")
         files = [name for name in _RESULTS if (self.out / name).exists()]
         return [*lines, f"in {self.out}: {', '.join(files)}"]
 
@@ -142,7 +145,7 @@ class JudgeReport(Report):
         return self.home.plot(ax)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table's figures, for JSON."""
+        """Return the numbers of the table and of all baselines, for JSON."""
         found: dict[str, Any] = {"read": self.read, "temperature": self.calibration.temperature}
         for name, report in (("home", self.home), ("away", self.away)):
             if report is None:
@@ -163,7 +166,7 @@ def _strongest(report: PairwiseReport) -> Rival:
 
 
 class _Parts(NamedTuple):
-    """The pairs of a run by what they are used for."""
+    """The pairs of a run, divided by their use."""
 
     train: list[Pair]
     choose_epoch: list[Pair]
@@ -172,7 +175,7 @@ class _Parts(NamedTuple):
     away: list[Pair]
 
     def seen(self) -> list[Pair]:
-        """Return all pairs that were used to train, choose or calibrate the judge."""
+        """Return all pairs used to train the judge, to choose its epoch or to calibrate it."""
         return [*self.train, *self.choose_epoch, *self.calibrate]
 
 
@@ -189,30 +192,30 @@ def train_judge(
     """Train a judge that decides which of two answers is better, and compare it with baselines.
 
     Three parts of the prompts are held out: one to choose the epoch, one to fit the temperature,
-    and one to compare the judge with baselines that need no encoder (home). If six or more models
-    each answer in less than half of the pairs, some of these models are held out, and their pairs
-    are tested separately (away).
+    and one to compare the judge with baselines that need no encoder (home). If six or more
+    answering models each occur in less than half of the pairs, some of them are held out, and the
+    judge is tested separately on pairs with their answers (away).
 
-    The output folder gets ``model`` (which `PairwiseModel.from_pretrained` loads, with the report
-    as its card), ``report.txt``, ``report.json`` and, with matplotlib installed,
+    The output folder gets ``model`` (which `PairwiseModel.from_pretrained` loads, and whose model
+    card has the report), ``report.txt``, ``report.json`` and, with matplotlib installed,
     ``calibration.png``. A frozen encoder's features are kept in ``features``. The same call
     continues an interrupted run.
 
     Args:
-        pairs: A file of labeled pairs, rows, or `Pair`s; see `read_pairs` for the formats.
+        pairs: Labeled pairs: a file, rows or `Pair`s; see `read_pairs` for the formats.
         encoder: Folder or hub id of an encoder or a language model.
-        out: Output folder: new, or of the same unfinished run.
-        columns: Names of the columns, as for `read_pairs`.
+        out: Output folder: a new path, or the folder of the same run, unfinished.
+        columns: Names of the columns, as in `read_pairs`.
         device: The device to compute on.
-        progress: Show progress bars.
+        progress: Whether to show progress bars.
         **settings: Fields of `JudgeConfig`.
 
     Returns:
         The reports on home and away pairs, with baselines; None in processes other than the first.
 
     Raises:
-        ValueError: A setting, the pairs or the encoder are invalid, or ``out`` has another or a
-            finished run. It is raised before training starts.
+        ValueError: A setting, the pairs or the encoder are invalid, or ``out`` holds another run or
+            a finished one. The error is raised before training starts.
         ImportError: scikit-learn is not installed (extra ``judge``).
         DeadRunError: A loss is not finite, or training learns nothing.
     """
@@ -235,7 +238,7 @@ def train_judge(
     arguments = _arguments(out, config, device, progress)
     run = RunFolder(
         out,
-        # with the number of layers that the default has chosen
+        # with the number of layers in use, which the default may have chosen
         {
             "encoder": str(encoder),
             **config.to_dict(),
@@ -280,9 +283,9 @@ def train_judge(
 
 
 def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
-    """Return labeled pairs, and a line on what was read."""
+    """Return labeled pairs, and a text on what was read."""
     if isinstance(pairs, Sequence) and pairs and isinstance(pairs[0], Pair):
-        # two shares mean data without ties
+        # soft labels of two fractions mean data without ties
         has_two = any(isinstance(p.label, Sequence) and len(p.label) == 2 for p in pairs)
         labeled = as_pairs("train_judge", pairs, 2 if has_two else 3)
         read = f"{len(labeled)} pairs"
@@ -341,7 +344,7 @@ def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
 
 
 def _lower_layers(folder: Path, config: JudgeConfig) -> int | None:
-    """Return how many of the encoder's layers to use by default, from the lowest; None for all."""
+    """Return the default number of encoder layers to use, from the lowest, or None for all."""
     if config.trains_encoder:
         return None
     try:
@@ -412,7 +415,7 @@ def _arguments(out: Path, config: JudgeConfig, device: str, progress: bool) -> T
         report_to="none",
         use_cpu=device == "cpu",
         disable_tqdm=not progress,
-        # else the patience of early stopping begins anew after an interruption
+        # otherwise the patience of early stopping would start again after an interruption
         restore_callback_states_from_checkpoint=True,
     )
 
@@ -434,7 +437,7 @@ def _trainer(
         head_lr_ratio=config.head_lr_ratio if config.trains_encoder else 1.0,
         callbacks=[EarlyStoppingCallback(3)],
     )
-    # without a bar transformers prints a dict for each entry of the log
+    # without a progress bar, transformers prints a dictionary for each log entry
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -35,28 +35,29 @@ _ALL = 20_000
 
 
 class PairwiseTrainer(StepTrainer):
-    """Train a `PairwiseModel` on a `PairwiseDataset`.
+    """A trainer for a `PairwiseModel` on a `PairwiseDataset`.
 
-    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of
-    similar length. A new head starts with the data's share of ties, and with scales of features
-    from some of the data. A `DeadRunGuard` stops dead runs unless ``guard`` is False. Evaluation
-    reports accuracy, log-loss and calibration error.
+    Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of pairs
+    of similar length. A new head starts with the tie rate of the training data, and with feature
+    scales that are estimated on some of these data. A `DeadRunGuard` stops dead runs unless
+    ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
 
     Args:
-        model: A `PairwiseModel`, also one that peft has wrapped. For `hyperparameter_search`, None
-            with ``model_init``, which builds a model for each run.
+        model: A `PairwiseModel`, which peft may have wrapped. For `hyperparameter_search`, pass
+            None, and a ``model_init`` that builds a model for each run.
         args: `TrainingArguments`.
         train_dataset: A `PairwiseDataset` with labels.
-        layer_decay: The encoder's rate falls by this factor from layer to layer; see
-            `parameter_groups`.
+        layer_decay: The factor by which the learning rate falls from each encoder layer to the
+            layer below it; see `parameter_groups`.
         head_lr_ratio: The head's learning rate divided by the encoder's. A new head starts from
             zeros and needs a higher rate.
         guard: A `DeadRunGuard`; True for the default one, False for none.
         **options: Options of `Trainer`, such as ``eval_dataset`` and ``callbacks``.
 
     Raises:
-        ValueError: The data are not a `PairwiseDataset` or have no labels, nothing is trainable, or
-            one side always wins and the link could learn the side.
+        ValueError: A data set is not a `PairwiseDataset` or has no labels, no parameter is
+            trainable, an argument is not supported, every label is a tie, or, with link
+            ``"concat"``, the same side (A or B) wins every pair.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class PairwiseTrainer(StepTrainer):
     ):
         if options.get("compute_loss_func") is not None:
             raise ValueError(
-                "PairwiseTrainer: compute_loss_func would not be called; expected None (override "
-                "compute_loss for another loss)"
+                "PairwiseTrainer: compute_loss_func would not be called, expected None; override "
+                "compute_loss to use another loss"
             )
         if options.get("data_collator") is None:
             options["data_collator"] = PairwiseCollator()
@@ -85,13 +86,13 @@ class PairwiseTrainer(StepTrainer):
         _check_labeled("eval_dataset", self.eval_dataset)
         self.layer_decay = layer_decay
         self.head_lr_ratio = head_lr_ratio
-        self.args.remove_unused_columns = False  # the collator reads them
+        self.args.remove_unused_columns = False  # the collator reads all columns
         # on the CPU there is nothing to pin memory for
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"
         if self.args.ddp_find_unused_parameters is None:
-            # there are none, and looking for them takes time
+            # there are no unused parameters, and looking for some takes time
             self.args.ddp_find_unused_parameters = False
-        self.model_accepts_loss_kwargs = True  # losses are over the pairs of a whole step
+        self.model_accepts_loss_kwargs = True  # losses are means over the pairs of a whole step
         if not any(p.requires_grad for p in self.judge.parameters()):
             raise ValueError("PairwiseTrainer: expected trainable parameters, got none")
         self._begin(self.judge)
@@ -114,7 +115,7 @@ class PairwiseTrainer(StepTrainer):
         return judge
 
     def _begin(self, judge: Judge) -> None:
-        """Check the data, and initialize a new head from their share of ties and their features."""
+        """Check the data, and initialize a new head from their tie rate and their features."""
         data: TrainData = self.train_dataset
         if data is None:
             return
@@ -130,17 +131,17 @@ class PairwiseTrainer(StepTrainer):
             return
         if not any(p.requires_grad for p in judge.head.parameters()):
             raise ValueError(
-                "PairwiseTrainer: the head is new and frozen, so that no gradient reaches the "
-                "encoder; expected model.head.requires_grad_(True)"
+                "PairwiseTrainer: expected a trainable head, got a new head that is frozen, so no "
+                "gradient would reach the encoder; call model.head.requires_grad_(True)"
             )
         if judge.config.ties:
-            # half a pair: rates of 0 and 1 have infinite logits
+            # at least half a pair, because rates of 0 and 1 have infinite logits
             least = 0.5 / len(data)
             ties = sum(
                 label[2] if isinstance(label, tuple) else label == 2 for label in data.labels
             ) / len(data)
             judge.head.set_tie_rate_(min(max(ties, least), 1 - least))
-        # spread over all pairs, which may be sorted
+        # evenly spaced, because the pairs may be sorted
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
         judge.head.fit_(*sides_of(judge, data, some))
 
@@ -156,7 +157,7 @@ class PairwiseTrainer(StepTrainer):
         return self.batches_of_like_length(data.lengths)
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return `parameter_groups` with the rate and decay of the training arguments."""
+        """Return `parameter_groups` with the learning rate and weight decay of ``args``."""
         return parameter_groups(
             self.judge,
             learning_rate=self.args.learning_rate,
@@ -172,7 +173,7 @@ class PairwiseTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return the model's loss, weighted by the batch's share of the pairs of the whole step."""
+        """Return the model's loss, weighted by the batch's fraction of the pairs of the step."""
         outputs = model(**inputs)
         if model.training and self.guard is not None:
             self.guard.observe(outputs.logits, inputs["labels"])
@@ -203,19 +204,19 @@ class PairwiseTrainer(StepTrainer):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raise if the trainer does not support these arguments."""
+    """Check that the trainer supports these arguments."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ValueError(
-            "PairwiseTrainer: several processes were started, but they are not connected, and "
-            "each would train alone; without an accelerator, set use_cpu=True"
+            "PairwiseTrainer: several processes were started (WORLD_SIZE), but no process group "
+            "connects them, so each would train alone; without an accelerator, set use_cpu=True"
         )
     if args.n_gpu > 1:
         raise ValueError(
             f"PairwiseTrainer: expected one GPU per process, got {args.n_gpu}; DataParallel would "
-            "split packed sequences, so start with torchrun"
+            "split packed sequences, so start the script with torchrun"
         )
-    # the stock trainer smooths in its own compute_loss: here it would do nothing
+    # the stock trainer smooths labels in its own compute_loss; here the argument has no effect
     if args.label_smoothing_factor:
         raise ValueError(
             "PairwiseTrainer: expected label_smoothing_factor=0, got "
@@ -235,7 +236,7 @@ def _check_labeled(name: str, data: object) -> None:
 
 
 def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
-    """Check that a data set's features, if any, are those of this encoder and that it is frozen."""
+    """Check that features in a data set, if any, are from this judge, with a frozen encoder."""
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
@@ -246,7 +247,7 @@ def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
 
 
 def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
-    """Check that the data can teach the model more than which side (A or B) wins."""
+    """Check that the data suit the model's link, and not every label is a tie."""
     _check_features("train_dataset", data, judge)
     if not data.encoded:
         warn_if_slow("PairwiseTrainer", judge.encoder)
@@ -260,7 +261,8 @@ def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
     if judge.config.link == "concat" and not all(won):
         raise ValueError(
             f"PairwiseTrainer: {CLASSES[won.index(max(won))]} wins every pair, so link 'concat' "
-            "would learn only the position; expected pairs in both orders, or another link"
+            "would learn only the position; expected pairs of which A wins some and B wins some, "
+            "or another link"
         )
 
 

@@ -1293,17 +1293,20 @@ def test_a_run_is_not_resumed_with_another_loss_or_model(tmp_path):
 
 def test_with_reach_a_first_batch_of_few_answers_is_no_bar(tmp_path):
     """Its loss is near 0, and every later one would be a peak beside it."""
-    texts = [format(k, "08b") for k in range(256)]
-    # an answer of two symbols for each of the input: few of them are within reach of few steps
-    task = RowsTask([(text, text + text[::-1]) for text in texts])
+    texts = [format(k, f"0{size}b") for size in (3, 4, 5) for k in range(2**size)]
+    task = RowsTask([(text, "".join(2 * symbol for symbol in text)) for text in texts])
     preset = presets.scan()
-    data = preset.data(task, batch_size=16)
+    # answers follow the input: in three steps none of them is within reach
+    data = next(
+        found
+        for found in (preset.data(task, batch_size=16, seed=seed) for seed in range(99))
+        if found.batch(0)["n_step"] <= 3
+    )
+    torch.manual_seed(0)
     model = preset.thinker(data)
     rewind = RewindOnPeak(every=5)
     trainer = preset.trainer(model, data, tmp_path, max_steps=40, use_cpu=True)
     trainer.add_callback(rewind)
-    first = data.batch(0)
-    assert first["n_step"] < 24
     trainer.train()
     assert rewind.count == 0
 

@@ -216,7 +216,7 @@ def test_a_file_that_the_docs_show_is_read(flags, capsys):
     shown = page.split("```yaml\n")[1].split("```")[0]
     assert _cli.main(["prune", "no-model", "out", *map(str, flags(shown))]) == 1
     assert capsys.readouterr().err.startswith(
-        "model-components: text_of: expected a file of text or of rows, got texts.json"
+        "model-components: text_of: expected a file of text or of records, got texts.json"
     )
 
 

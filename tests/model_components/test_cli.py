@@ -253,7 +253,7 @@ def test_a_stop_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == "tool: stopped; use --resume\n"
     monkeypatch.setattr("model_components._cli.pkgutil.resolve_name", lambda _: stop())
     assert run("make", "a") == 130
-    assert "it had not started" in capsys.readouterr().err
+    assert "the command had not started yet" in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_groups(capsys):

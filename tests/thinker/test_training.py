@@ -980,7 +980,7 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
 
     again = trainer_of(tmp_path, max_steps=6, callbacks=[NotesBegin()])
     again.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is not whole and is skipped" in caplog.text
+    assert "checkpoint-6 is not a complete checkpoint and is skipped" in caplog.text
     assert begins == [4]
     with pytest.raises(ValueError, match=r"ThinkerTrainer:.*thinker_state[.]pt"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))

@@ -243,7 +243,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def descends(self) -> bool:
-        """Whether all matrices of an MLP are fitted by gradient descent."""
+        """Return whether all matrices of an MLP are fitted by gradient descent."""
         return self.chosen_method != "fast" and self.epochs > 0
 
     def opposite(self) -> Self:

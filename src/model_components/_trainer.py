@@ -295,7 +295,7 @@ class StepTrainer(Trainer):
         """Create the optimizer that the training arguments name, for `optimizer_groups`."""
         if self.optimizer is None and (groups := self.optimizer_groups()) is not None:
             asked = self.optimizer_cls_and_kwargs
-            # pyrefly: ignore[bad-argument-type]: transformers allows model=None, this class does not
+            # pyrefly: ignore[bad-argument-type]: transformers allows None, this class does not
             kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(groups, **options)
         if self.optimizer is not None:

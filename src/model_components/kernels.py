@@ -48,13 +48,13 @@ class KernelRow:
 
     @property
     def cannot_run(self) -> bool:
-        """Whether the path could not run, for example because of the size or dtype."""
+        """Return whether the path could not run, for example because of the size or dtype."""
         # a path that is wrong has no `worst` either, but it did run
         return self.worst is None and not (self.problem or "").startswith("wrong:")
 
     @property
     def pays(self) -> bool:
-        """Whether the path is correct, and faster by more than noise."""
+        """Return whether the path is correct, and faster by more than noise."""
         if self.problem or self.eager_ms is None or self.fused_ms is None:
             return False
         return self.fused_ms <= _WORTH * self.eager_ms

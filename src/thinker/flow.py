@@ -200,14 +200,14 @@ class FlowPlan:
 
     @property
     def uses_memory(self) -> bool:
-        """Whether any step looks up or writes the memory."""
+        """Return whether any step looks up or writes the memory."""
         return any(
             row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
         )
 
     @property
     def uses_static(self) -> bool:
-        """Whether any step looks up static tokens."""
+        """Return whether any step looks up static tokens."""
         return any(row.static_mem_lookup for row in self.prologue + self.loop + self.epilogue)
 
     @property

@@ -76,7 +76,7 @@ class Run(CheckedConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Whether the latents start from the input's tokens."""
+        """Return whether the latents start from the input's tokens."""
         if self.preset is not None:
             return self.preset != "pointer"
         return self.model.get("latent_init") == "tokens"
@@ -93,7 +93,7 @@ class Run(CheckedConfig):
 
     @property
     def with_noise(self) -> bool:
-        """Whether latents start from noise, so that their number may vary."""
+        """Return whether latents start from noise, so that their number may vary."""
         return self.model.get("latent_init") == "noise"
 
     def flow_plan(self) -> FlowPlan:

@@ -101,6 +101,27 @@ def solve(
     if model.config.at_tokens:
         task = AtTokens(inner)
     check_layout("solve", model.config, task)
+    listed = _ids_of(rows, inner)
+    most = _most_steps(model, task, max(map(len, listed)), max_steps)
+    batches: Sequence[Sequence[int]] = [range(len(listed))]
+    if model.config.decoder_self_attention or model.config.positions == "random":
+        # an answer then depends on the longest row of its batch, so each length gets its own batch
+        sizes = [len(row) for row in listed]
+        batches = [[i for i, n in enumerate(sizes) if n == size] for size in sorted(set(sizes))]
+    found: dict[int, tuple[Any, int, bool]] = {}
+    for numbers in batches:
+        batch = [listed[number] for number in numbers]
+        solved = _solved(model, task, batch, most, exit_rule or ExitRule())
+        found.update(zip(numbers, solved, strict=True))
+    ordered = [found[number] for number in range(len(listed))]
+    answers, steps, settled = zip(*ordered, strict=True)
+    return Solutions(answers, steps, settled)
+
+
+def _ids_of(
+    rows: Iterable[str | Sequence[Any] | Tensor | np.ndarray], task: Task
+) -> list[list[int]]:
+    """Return the token ids of each row, after checking them."""
     listed = []
     for number, row in enumerate(rows):
         symbols = row.tolist() if isinstance(row, Tensor | np.ndarray) else row
@@ -109,34 +130,15 @@ def solve(
                 f"solve: row {number} is {symbols!r:.80}; expected each row to be a string or a "
                 "list of symbols"
             )
-        listed.append(inner.encode(symbols))
-    _check_rows(listed, inner)
-    most = _most_steps(model, task, max(map(len, listed)), max_steps)
-    rule = exit_rule or ExitRule()
-    config = model.config
-    if not config.decoder_self_attention and config.positions != "random":
-        return _solved(model, task, listed, most, rule)
-    # with these settings, an answer depends on the longest row of its batch, so each length gets a
-    # batch of its own
-    solutions: dict[int, Solutions] = {}
-    for size in sorted({len(row) for row in listed}):
-        numbers = [number for number, row in enumerate(listed) if len(row) == size]
-        found = _solved(model, task, [listed[number] for number in numbers], most, rule)
-        for place, number in enumerate(numbers):
-            one = slice(place, place + 1)
-            solutions[number] = Solutions(found.answers[one], found.steps[one], found.settled[one])
-    ordered = [solutions[number] for number in range(len(listed))]
-    return Solutions(
-        tuple(one.answers[0] for one in ordered),
-        tuple(one.steps[0] for one in ordered),
-        tuple(one.settled[0] for one in ordered),
-    )
+        listed.append(task.encode(symbols))
+    _check_rows(listed, task)
+    return listed
 
 
 def _solved(
     model: LatentThinker, task: Task, rows: Sequence[Sequence[int]], most: int, rule: ExitRule
-) -> Solutions:
-    """Return the answers to rows of ids, computed in one batch."""
+) -> list[tuple[Any, int, bool]]:
+    """Return each row's answer, its steps, and whether the rule stopped it, from one batch."""
     inner = without_layout(task)
     sample = _sample(inner, rows)
     if isinstance(task, AtTokens):
@@ -167,9 +169,10 @@ def _solved(
     said = out.logits.argmax(-1).cpu()
     known = sample.targets != IGNORED
     answers = [inner.decode(row[which].tolist()) for row, which in zip(said, known, strict=True)]
-    steps = tuple(out.steps.tolist())
-    settled = tuple(task.by_step or taken < most for taken in steps)
-    return Solutions(tuple(answers), steps, settled)
+    solved = []
+    for answer, steps in zip(answers, out.steps.tolist(), strict=True):
+        solved.append((answer, steps, task.by_step or steps < most))
+    return solved
 
 
 def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:

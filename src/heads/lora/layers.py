@@ -247,7 +247,7 @@ def lean(kind: type) -> type:
 
 
 class Route(NamedTuple):
-    """What the lean forward needs to compute a layer's output in one call."""
+    """The values that the lean forward needs to compute a layer's output in one call."""
 
     base: nn.Module
     weight: Tensor | None  # None: the base layer's own forward is called

@@ -61,7 +61,7 @@ class Judge(CompleteModel):
 
     @property
     def packs(self) -> bool:
-        """Whether sequences currently go through the encoder without padding."""
+        """Return whether sequences currently go through the encoder without padding."""
         return self.packing.packed and self._base.config._attn_implementation == ATTENTION
 
     @property

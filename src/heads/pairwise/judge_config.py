@@ -82,5 +82,5 @@ class JudgeConfig(CheckedConfig):
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether any part of the encoder trains."""
+        """Return whether any part of the encoder trains."""
         return self.freeze != "all"

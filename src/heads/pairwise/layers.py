@@ -203,7 +203,7 @@ class PairwiseHead(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Whether the weights of the last layers are still all zeros."""
+        """Return whether the weights of the last layers are still all zeros."""
         return not any(bool(last.weight.any()) for last in self._lasts)
 
     def score(self, features: Tensor, surface: Tensor | None = None) -> Tensor:

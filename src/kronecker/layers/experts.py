@@ -57,7 +57,7 @@ class ExpertsLayout:
 
     @property
     def canonical_rows(self) -> str:
-        """Where a neuron's rows are in canonical form: ``"halves"`` or ``"plain"``."""
+        """The place of a neuron's rows in canonical form: ``"halves"`` or ``"plain"``."""
         if self.rows == "plain":
             return "plain"
         return "halves"

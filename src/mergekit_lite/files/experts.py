@@ -70,20 +70,13 @@ def stacked(source: Source) -> Source:
 def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
     """Return the stored tensors of each tensor in the merge, by name; several for a stack."""
     renamed = RENAMED.get(str(source.config.get("model_type")), ())
-    matches = {name: _EXPERT.match(name) for name in source.tensors}
-    # experts with a gate, by the part of the name before their number
-    gated = set()
-    for match in matches.values():
-        if match is not None and match["matrix"] == "gate_proj":
-            gated.add(match["before"])
+    gates = {name for name in source.tensors if name.endswith(".gate_proj.weight")}
     found: dict[str, tuple[TensorInfo, ...]] = {}
     stacks: dict[str, tuple[str, ...]] = {}  # the matrices of each stack
     experts: dict[str, dict[tuple[int, str], TensorInfo]] = {}  # by stack, number and matrix
     for name, info in source.tensors.items():
-        match = matches[name]
-        members = None
-        if match is not None:
-            members = _members(match["matrix"], match["before"] in gated)
+        match = _EXPERT.match(name)
+        members = None if match is None else _members(match, gates)
         if match is None or members is None:
             found[with_new_name(name, renamed)] = (info,)
             continue
@@ -107,12 +100,11 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
     return found
 
 
-def _members(matrix: str, has_gate: bool) -> tuple[str, ...] | None:
+def _members(match: re.Match[str], gates: set[str]) -> tuple[str, ...] | None:
     """Return the matrices in the stack of an expert's matrix, or None if no stack holds it."""
-    if not has_gate and (matrix,) in UNGATED:
-        return (matrix,)
-    for members in STACKS:
-        if matrix in members:
+    gate = f"{match['before']}.{match['number']}.gate_proj.weight"
+    for members in STACKS if gate in gates else {**UNGATED, **STACKS}:
+        if match["matrix"] in members:
             return members
     return None
 

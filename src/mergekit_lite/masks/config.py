@@ -130,7 +130,7 @@ class KLConfig(CheckedConfig):
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty on masks has a weight above 0."""
+        """Return whether a penalty on masks has a weight above 0."""
         return any((self.l1, self.l2, self.similarity))
 
     def problems(self) -> Iterator[str]:

@@ -75,7 +75,7 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """Whether the parameter has no default."""
+        """Return whether the parameter has no default."""
         return self.default is inspect.Parameter.empty
 
     def check(self, value: object, method: str) -> Value:

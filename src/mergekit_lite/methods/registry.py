@@ -164,7 +164,7 @@ class MergeMethod:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the engine of torch functions may merge a tensor in ranges of elements.
+        """Return whether the engine of torch functions may merge a tensor in ranges of elements.
 
         A random method gets whole tensors, because its random numbers belong to the elements'
         positions in the whole tensor.

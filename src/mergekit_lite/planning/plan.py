@@ -98,7 +98,7 @@ class TensorPlan:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a compiled kernel can merge the tensor."""
+        """Return whether a compiled kernel can merge the tensor."""
         # kernels compute only in float32
         if self.method is None or self.work != FLOAT32:
             return False

@@ -70,13 +70,13 @@ class AtTokens(Task):
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def by_step(self) -> bool:
-        """Whether the wrapped task has an answer for each step."""
+        """Return whether the wrapped task has an answer for each step."""
         return self.task.by_step
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def grid(self) -> bool:
-        """Whether the wrapped task's rows are grids."""
+        """Return whether the wrapped task's rows are grids."""
         return self.task.grid
 
     @property

@@ -183,7 +183,7 @@ class PairwiseDataset(Dataset):
 
     @property
     def encoded(self) -> bool:
-        """Whether the answers have features of a frozen encoder."""
+        """Return whether the answers have features of a frozen encoder."""
         return self._features is not None
 
     def encode_(

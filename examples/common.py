@@ -15,7 +15,7 @@ def can_draw() -> bool:
     """Return whether matplotlib is installed; if not, print how to install it."""
     there = importlib.util.find_spec("matplotlib") is not None
     if not there:
-        print("no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'")
+        print("no plots will be drawn: matplotlib is missing; pip install 'model-components[plot]'")
     return there
 
 
@@ -27,7 +27,7 @@ def save_plot(wanted: bool, path: Path, plot: Callable[[], Any]) -> str:
 
 
 class NamedProgress(ProgressCallback):
-    """A training bar that shows the name of the model, and prints no logged figures."""
+    """A progress bar that shows the name of the model, and prints no logged metrics."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -40,7 +40,7 @@ class NamedProgress(ProgressCallback):
             self.training_bar.set_description(self.name)
 
     def on_log(self, *given: Any, **named: Any) -> None:
-        """Print nothing."""
+        """Print no metrics."""
 
 
 def run_named(trainer: Trainer, name: str) -> None:
@@ -52,15 +52,15 @@ def run_named(trainer: Trainer, name: str) -> None:
 
 
 def ask_where(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the files of a plot and of the results."""
+    """Add the options ``--out`` and ``--json``, for a plot and for the results."""
     parser.add_argument("--out", type=Path, help="a folder for the plot")
     parser.add_argument("--json", type=Path, help="a JSON file for the results")
 
 
 def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Create the folders of the options of `ask_where`; return whether a plot can be drawn.
+    """Create the folders for the options of `ask_where`; return whether to draw a plot.
 
-    Call it before training, so that a wrong path costs no time.
+    Call this function before training, so that a wrong path is found early.
     """
     if options.json is not None and options.json.is_dir():
         parser.error(f"{options.json} is a folder; expected a file")
@@ -70,18 +70,18 @@ def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
 
 
 def save_curves(curves: Any, name: str, options: argparse.Namespace, wanted: bool) -> None:
-    """Save the results of `thinker.evaluate_steps`, and their plot, as the options ask."""
+    """Save the results of `thinker.evaluate_steps` and their plot to the files in the options."""
     if options.json is not None:
         options.json.write_text(json.dumps(curves.rows(), indent=1) + "\n", encoding="utf-8")
-        print(f"figures: {options.json}")
+        print(f"results: {options.json}")
     if options.out is not None:
-        print(f"curves: {save_plot(wanted, options.out / f'{name}.svg', curves.plot)}")
+        print(f"plot: {save_plot(wanted, options.out / f'{name}.svg', curves.plot)}")
 
 
 def remove_earlier(folder: Path) -> None:
     """Remove a checkpoint that an earlier run of an example left.
 
-    A folder with other files is kept.
+    A folder without the files of such a checkpoint is kept.
     """
     if any(
         (folder / name).is_file()

@@ -1,4 +1,4 @@
-r"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpoint again.
+r"""Compress a GPT-2 with Kronecker sums, train it back, and write a stock checkpoint again.
 
     python examples/compress_gpt2.py  # a small GPT-2 that it trains first; 12 minutes on 2 cores
     python examples/compress_gpt2.py --model openai-community/gpt2 --text wiki.txt \
@@ -6,9 +6,10 @@ r"""Compress a GPT-2 by Kronecker sums, train it back, and write a stock checkpo
     python examples/compress_gpt2.py --init van_loan prune --strategy together factors-first
 
 For each initialization (--init) and training strategy (--strategy), the script converts the model,
-evaluates it, trains it back, evaluates it again and folds it. The original is the teacher, except
-with the strategy `labels`. The script prints a table and, with matplotlib, plots the losses. Expect
-`sequential` to begin near the original's loss.
+evaluates it, trains it back, evaluates it again and folds it. Training back recovers part of the
+loss; the original model is the teacher, except with the strategy `labels`. Folding turns the model
+into a stock checkpoint. The script prints a table and, with matplotlib, plots the losses. Expect
+the initialization `sequential` to begin near the original's loss.
 """
 
 import argparse
@@ -46,12 +47,12 @@ from kronecker import (
 STRATEGIES = {
     "two-rates": "all parameters, the pretrained ones at --pretrained-learning-rate",
     "together": "all parameters at one rate",
-    "labels": "as together, without the original as a teacher",
+    "labels": "like together, but without the original as a teacher",
     "factors-only": "the factors alone",
     "factors-first": "the factors alone for a third of the steps, then all parameters",
-    "in-turns": "the factors alone and all parameters, in turns of a sixth of the steps",
+    "in-turns": "alternately the factors alone and all parameters, a sixth of the steps each",
     "one-by-one": "layers switch to their factors one after the other, from the first layer on, "
-    "so that the loss before is the original's",
+    "so that training begins at the original's loss",
 }
 
 
@@ -68,7 +69,9 @@ def options() -> argparse.Namespace:
     )
     kronecker = [name for name, layers in PRESETS.items() if "*.mlp.c_fc" in layers]
     parser.add_argument(
-        "--preset", choices=kronecker, help="for GPT-2 124M (default: half of the hidden neurons)"
+        "--preset",
+        choices=kronecker,
+        help="a preset for GPT-2 124M (default: keep half of the hidden neurons)",
     )
     parser.add_argument("--init", nargs="+", default=["random", "van_loan", "prune", "sequential"])
     parser.add_argument(
@@ -86,7 +89,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("compressed"))
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="only a few steps, to test the script")
     return parser.parse_args()
 
 
@@ -116,7 +119,7 @@ def original(given: argparse.Namespace):
 
 
 def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
-    """Return the trainer's arguments that a strategy sets, given the number of smaller layers."""
+    """Return the trainer's arguments for a strategy, given the number of compressed layers."""
     rate = {"two-rates": given.pretrained_learning_rate, "factors-only": 0.0}.get(strategy)
     callbacks = []
     if strategy == "factors-first":
@@ -131,7 +134,7 @@ def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
 
 
 def distance(model, teacher, names: list[str]) -> float:
-    """Return the mean relative distance of smaller layers' weights from the original's."""
+    """Return the mean relative distance of the compressed layers' weights from the original's."""
     distances = []
     for name in names:
         # GPT-2's layers store their weights transposed
@@ -215,7 +218,7 @@ def losses(found: list[dict]):
     for row in found:
         axes.plot(*zip(*row["curve"], strict=True), label=row["name"])
     axes.set(xlabel="step", ylabel="training loss (cross-entropy + distillation)", yscale="log")
-    axes.legend(title="start")
+    axes.legend(title="initialization")
     return figure
 
 
@@ -233,7 +236,7 @@ def main() -> None:
         for strategy in given.strategy:
             found.append(one(given, init, strategy, teacher, tokenizer, rows, held))
     print(
-        f"\n{'start':26}{'parameters':>12}{'loss before':>13}"
+        f"\n{'initialization':26}{'parameters':>12}{'loss before':>13}"
         f"{f'after {given.steps}':>13}{'convert':>10}{'in all':>9}"
     )
     print(f"{'the original':26}{count:>12,}{goal:>13.3f}")

@@ -2,12 +2,12 @@
 
 python examples/distill_language_model.py build/real/smollm2 texts.json --out runs/distill
 
-A language model computes the probabilities of each next byte, and a small causal thinker learns
-them. The thinker is tested on held-out texts, in nats per byte. ``texts.json`` is a list of
-objects; the texts of an object are joined by newlines. With SmolLM2 and 3000 texts of Alpaca this
-takes some 20 minutes on a CPU core, most of it for the teacher, whose probabilities are kept in
-``--out`` with the thinker. ``--json`` names a file for the results: the teacher's loss in nats per
-byte, and a list of {steps, nats}.
+A language model, the teacher, computes the probabilities of each next byte, and a small causal
+thinker learns them. The thinker is tested on held-out texts, and its loss is given in nats per
+byte. ``texts.json`` is a list of objects; the texts of an object are joined by newlines. With
+SmolLM2 and 3000 texts of Alpaca this takes about 20 minutes on one CPU core. Most of this time is
+the teacher's. Its probabilities are kept in ``--out`` with the thinker. ``--json`` names a file for
+the results: the teacher's loss in nats per byte, and a list of {steps, nats}.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ LENGTH = 128
 STEPS = 8
 """The maximum number of steps of thought in training."""
 END = 0
-"""The byte between two texts."""
+"""The byte that ends each text."""
 _LEAST = 1e-12
-"""Added to an observed byte's probability: differences of sums are exact only to about 1e-16."""
+"""Added to an observed byte's probability, because differences of sums have errors of 1e-16."""
 RATE = 4e-3
-"""The best of three learning rates for the default size."""
+"""The best of three learning rates that were tried with the default size."""
 
 
 class NextByte:
     """The next-byte probabilities of a language model with byte-level tokens.
 
-    Inside a token, the tokens that begin with the bytes so far are grouped by their next byte, and
-    the probabilities of each group are added. Tokens that end there are left out: the byte after
-    them would need another call of the model.
+    Inside a token, all tokens that begin with the same bytes up to this point are grouped by their
+    next byte, and the probabilities of each group are added. Tokens that end at this point are left
+    out, because the byte after them would need another call of the model.
 
     Args:
         folder: Folder of the model and its tokenizer.
@@ -81,7 +81,7 @@ class NextByte:
         self.bounds = cache(self._bounds)
 
     def _bounds(self, prefix: bytes) -> Tensor:  # (257,)
-        """Return, for each next byte, the index of the first sorted token that continues with it.
+        """Return, for each byte, the index of the first sorted token with ``prefix`` and this byte.
 
         The last number is the index after all tokens that begin with ``prefix``.
         """
@@ -91,7 +91,7 @@ class NextByte:
 
     @torch.no_grad()
     def __call__(self, text: str) -> Tensor:  # (bytes of the text, 256)
-        """Return the probabilities of each byte of a text, given those before it."""
+        """Return the probabilities of each byte of a text, given the bytes before it."""
         tokens = self.tokens_of(text)
         words = [self.words[token] for token in tokens]
         start = self.tokenizer.bos_token_id
@@ -106,29 +106,31 @@ class NextByte:
         place = torch.arange(len(found))
         found[place, torch.tensor([*text.encode()])] += _LEAST
         if not found.isfinite().all():
-            raise ValueError(f"expected finite probabilities of {text[:40]!r}, got nan")
+            raise ValueError(
+                f"expected finite probabilities of the bytes of {text[:40]!r}, got NaN"
+            )
         return (found / found.sum(-1, keepdim=True)).float()
 
     def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of a text; raise if their bytes do not join to the text."""
+        """Return the tokens of a text; raise an error if their bytes do not make up the text."""
         tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         words = [self.words[token] for token in tokens]
         if b"".join(words) != text.encode():
             raise ValueError(
-                f"expected tokens that join to the text {text[:40]!r}, got {words[:8]}"
+                f"expected tokens whose bytes make up the text {text[:40]!r}, got {words[:8]}"
             )
         return tokens
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The bytes of texts, one after the other, and a teacher's probabilities of each byte."""
+    """The bytes of all texts in one sequence, and the teacher's probabilities of each byte."""
 
     data: Tensor  # (N,), bytes
     expected: Tensor  # (N, 256), probabilities
 
     def pieces(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bytes to read, the bytes that follow them, and the probabilities of these.
+        """Return the bytes to read, and the bytes that follow with their probabilities.
 
         Args:
             starts: The starts of the pieces, (B,).
@@ -161,7 +163,7 @@ def read_texts(file: Path, count: int) -> list[str]:
 
 
 def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
-    """Return texts with the teacher's probabilities; the byte `END` has probability 1."""
+    """Return texts with the teacher's probabilities; each byte `END` has probability 1."""
     data = []
     expected = []
     end = F.one_hot(torch.tensor([END]), 256).half()
@@ -172,11 +174,14 @@ def make_stream(texts: Sequence[str], teacher: NextByte) -> Stream:
 
 
 Forward = Callable[[Tensor, int], Sequence[Tensor]]
-"""A function from bytes (B, LENGTH) and steps to logits (B, LENGTH, 256), of one or more steps."""
+"""A function of bytes (B, LENGTH) and a number of steps.
+
+It returns logits (B, LENGTH, 256) after one or more of the steps, the last of them after all steps.
+"""
 
 
 def thinker_forward(model: th.LatentThinker) -> Forward:
-    """Return a function that returns a thinker's logits after half of the steps, and after all."""
+    """Return a thinker's forward, which gives logits after half of the steps and after all."""
 
     def forward(read: Tensor, steps: int) -> Sequence[Tensor]:
         return model(read, n_step=steps, output_steps=sorted({-(-steps // 2), steps})).step_logits
@@ -226,7 +231,7 @@ def spread(stream: Stream, pieces: int) -> Tensor:  # (pieces,)
 
 @torch.no_grad()
 def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
-    """Return the mean loss in nats per byte, over the second halves of evenly spread pieces."""
+    """Return the mean loss in nats per byte, on the second halves of evenly spread pieces."""
     read, following, _ = stream.pieces(spread(stream, pieces))
     half = LENGTH // 2  # so that each byte has at least as many before it
     logits = torch.cat([forward(part, steps)[-1][:, half:] for part in read.split(32)])
@@ -234,10 +239,10 @@ def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
 
 
 def teacher_nats(stream: Stream, pieces: int) -> float:
-    """Return the teacher's mean loss in nats per byte, over the same bytes.
+    """Return the teacher's mean loss in nats per byte, on the same bytes as `nats`.
 
-    The teacher has an easier task: it reads each text from the start, it is given the boundaries of
-    tokens, and the end of a text costs it nothing.
+    The teacher has an easier task: it reads each text from the start, it knows the boundaries of
+    the tokens, and it does not have to predict the end of a text.
     """
     _, following, expected = stream.pieces(spread(stream, pieces))
     half = LENGTH // 2
@@ -249,8 +254,8 @@ def teacher_nats(stream: Stream, pieces: int) -> float:
 def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream, Stream]:
     """Return the streams of the training texts and of the held-out texts.
 
-    The first twentieth is held out. The streams are kept in ``file``, and computed again for
-    another folder or other texts. Remove the file if the model in the folder changes.
+    The first twentieth of the texts is held out. The streams are kept in ``file``, and computed
+    again for another folder or other texts. Remove the file if the model in the folder changes.
     """
     held = -(-len(texts) // 20)
     parts = (texts[held:], texts[:held])
@@ -258,7 +263,7 @@ def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream,
         size = len("".join(part).encode())
         if size <= LENGTH:
             raise SystemExit(
-                f"expected more than {LENGTH} bytes to train and to test on, got {size}; give more "
+                f"expected more than {LENGTH} bytes to train and to test on, got {size}; use more "
                 "texts"
             )
     key = hashlib.sha256(repr([str(model.resolve()), *texts]).encode()).hexdigest()
@@ -277,7 +282,7 @@ def kept_streams(model: Path, texts: Sequence[str], file: Path) -> tuple[Stream,
 
 
 def make_thinker(width: int) -> th.LatentThinker:
-    """Return a causal thinker of bytes."""
+    """Return a causal thinker that reads bytes."""
     return th.LatentThinker(
         vocab_size=256,
         hidden_size=width,
@@ -290,13 +295,15 @@ def make_thinker(width: int) -> th.LatentThinker:
 
 
 def main() -> None:
-    """Run the teacher, train, measure, print."""
+    """Run the teacher, train the thinker, and measure and print the losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="folder of the language model")
     parser.add_argument("texts", type=Path, help="JSON file: a list of objects with texts")
-    parser.add_argument("--count", type=int, default=3000, help="texts to use, from the first")
+    parser.add_argument(
+        "--count", type=int, default=3000, help="number of texts to use, from the first on"
+    )
     parser.add_argument("--iterations", type=int, default=1500)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -307,7 +314,7 @@ def main() -> None:
         help="folder for the teacher's probabilities and the thinker",
     )
     parser.add_argument("--json", type=Path, help="a JSON file for the results")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="only a few steps, to test the script")
     options = parser.parse_args()
     if options.smoke:
         options.count, options.iterations, options.width = 20, 4, 32
@@ -315,7 +322,7 @@ def main() -> None:
         if not place.is_file():
             parser.error(f"{place} is missing; expected a model's folder and a JSON file of texts")
     if min(options.count, options.iterations) < 1 or options.width < 8 or options.width % 8:
-        parser.error("expected --count and --iterations of 1 or more, --width a multiple of 8")
+        parser.error("expected --count and --iterations of 1 or more, and --width a multiple of 8")
     if options.json is not None:
         if options.json.is_dir():
             parser.error(f"{options.json} is a folder; expected a file")
@@ -341,12 +348,12 @@ def main() -> None:
     print(f"{model.num_parameters()} parameters, {len(training.data)} bytes, {seconds:.0f} CPU s")
     pieces = 4 if options.smoke else 512
     figures: dict[str, Any] = {"teacher": teacher_nats(held_out, pieces)}
-    print(f"the teacher: {figures['teacher']:.3f} nats a byte")
+    print(f"the teacher: {figures['teacher']:.3f} nats per byte")
     figures["steps"] = []
     for steps in (1, 2, 4, 8, 16):
         loss = nats(forward, held_out, steps, pieces)
         figures["steps"].append({"steps": steps, "nats": loss})
-        print(f"steps {steps}: {loss:.3f} nats a byte")
+        print(f"steps {steps}: {loss:.3f} nats per byte")
     model.save_pretrained(out / "thinker")
     print(f"the thinker: {out / 'thinker'}")
     if options.json is not None:

@@ -1,4 +1,4 @@
-"""Tune a language model with LoRA, and draw the curve of its loss: OUT/lora/curves.png.
+"""Tune a language model with LoRA, and plot its loss curve in OUT/lora/curves.png.
 
     python examples/finetune_lora.py                             # made-up rows; 2 minutes
     python examples/finetune_lora.py --model FOLDER --rows FILE  # yours
@@ -18,7 +18,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or hub id of a causal language model")
-    parser.add_argument("--rows", help="file of rows, such as instruction and output")
+    parser.add_argument("--rows", help="file of rows, such as rows of instruction and output")
     parser.add_argument("--out", type=Path, default=Path("runs/finetuning"), help="output folder")
     parser.add_argument(
         "--steps", type=int, help="training steps; default: three passes over the rows"

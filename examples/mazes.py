@@ -21,13 +21,13 @@ OPEN, WALL, START, GOAL = range(4)
 @register_task("maze")
 @dataclass(frozen=True, kw_only=True)
 class Maze(Task):
-    """The task of finding the cells on the way from start to goal, in a maze without loops.
+    """The task of finding the cells on the path from start to goal, in a maze without loops.
 
-    ``length`` is the maze's side in cells, and walls are cells, too. Rooms are the cells at even
-    rows and columns, and a random walk with backtracking breaks the walls between them. Answers are
-    1 on the way, both ends included, and 0 elsewhere; walls have no answer. Filling dead ends round
-    by round finds the way: an answer's ``distance`` is the round that fills its cell, and 1 on the
-    way.
+    ``length`` is the maze's side in cells; walls are cells, too. The cells at even rows and columns
+    are rooms, and a random walk with backtracking opens the walls between rooms. The answer is 1
+    for cells on the path, including both ends, and 0 for other open cells; walls have no answer.
+    The path can be found by filling dead ends round by round. The ``distance`` of an answer is the
+    round that fills its cell, or 1 on the path.
     """
 
     min_length: ClassVar[int] = 3
@@ -36,18 +36,18 @@ class Maze(Task):
     output_size: ClassVar[int] = 2  # off the way, on it
 
     def input_length(self, length: int) -> int:
-        """Count the cells."""
+        """Return the number of cells."""
         return length**2
 
     output_length = input_length
 
     def num_samples(self, length: int) -> int:
-        """Estimate the number of mazes: the pairs of ends, times the trees on the rooms."""
+        """Return an estimate of the number of mazes: pairs of ends times trees of rooms."""
         side = (length + 1) // 2
         return 2 ** (side - 1) ** 2 * side**2 * (side**2 - 1)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw trees on the rooms, two rooms as the ends, and the way between the ends."""
+        """Draw trees that join the rooms, two rooms as the ends, and the path between the ends."""
         lengths, longest = self.checked(generator, batch, length)
         cells, ends = _trees(generator, lengths, longest), _two_rooms(generator, lengths, longest)
         filled = _filled(cells, ends, longest)
@@ -65,7 +65,7 @@ class Maze(Task):
 def _trees(
     generator: torch.Generator, lengths: Tensor, longest: int
 ) -> Tensor:  # (B, 1) to (B, longest²)
-    """Return which cells are open; a row's own square is at the upper left."""
+    """Return which cells are open; a maze below the largest size is at the upper left."""
     wide = longest + 4  # with a border of two cells that are never entered
     place = torch.arange(wide**2, device=lengths.device)
     row, column = place // wide - 2, place % wide - 2
@@ -92,7 +92,7 @@ def _trees(
 
 
 def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Tensor:  # (B, 2) cells
-    """Draw two different rooms, as cell indices."""
+    """Draw two different rooms, and return their cell indices."""
     side = (lengths + 1) // 2
     first, other = (
         torch.randint(1 << 30, (len(lengths), 1), generator=generator, device=generator.device)
@@ -105,7 +105,7 @@ def _two_rooms(generator: torch.Generator, lengths: Tensor, longest: int) -> Ten
 
 
 def _filled(cells: Tensor, ends: Tensor, longest: int) -> Tensor:  # (B, longest²)
-    """Return the round, from 1, in which a cell is filled as a dead end; 0 on the way."""
+    """Return the round, from 1, in which each cell is filled as a dead end; 0 on the path."""
     ends_kept = torch.zeros_like(cells).scatter(1, ends, value=True)
     filled, number = torch.zeros(cells.shape, dtype=torch.long, device=cells.device), 0
     while True:

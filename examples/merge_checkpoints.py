@@ -2,9 +2,9 @@
 
 Command   python examples/merge_checkpoints.py
 Time      about 1 minute on 2 CPU cores; nothing is downloaded
-Result    a table of accuracy on both tasks: each specialist does its own task and not the
+Result    a table of accuracy on both tasks: each specialist can do its own task and not the
           other's; averages keep all of one task and most of the other; sign election (ties,
-          dare_ties) hurts, since each specialist had to unlearn the other's task
+          dare_ties) is worse, because each specialist had to unlearn the other's task
 
 All checkpoints stay in the output folder. `train_masks.py` continues from here.
 """

@@ -2,8 +2,9 @@
 
     python examples/modules.py
 
-A row is eight vectors. The better of two rows is the one whose first column has the larger sum.
-The data are made up: this shows how to combine the modules, not how good they are.
+A row is a sequence of eight vectors. The better of two rows is the one with the larger sum of the
+vectors' first numbers. The data are made up: the script shows how to combine the modules, not how
+good they are.
 """
 
 import argparse
@@ -48,7 +49,7 @@ class Judge(nn.Module):
         return self.thinker(inputs_embeds=self.layers(rows), n_step=2).logits[:, 0]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the logits of a, b and tie."""
+        """Return the logits of the three verdicts: a, b and tie."""
         return self.head(self.features(a), self.features(b))
 
     def fold_(self) -> None:
@@ -58,7 +59,7 @@ class Judge(nn.Module):
 
 
 def draw(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw pairs of rows, and which one is better: 0 for the first, 1 for the second."""
+    """Return random pairs of rows, and the better row of each pair: 0 (first) or 1 (second)."""
     a, b = torch.randn(2, count, LENGTH, WIDTH)
     return a, b, (a[..., 0].sum(1) < b[..., 0].sum(1)).long()
 

@@ -1,8 +1,8 @@
-"""Made-up pairs and a small encoder: the defaults of `train_judge.py` and `search_judge.py`.
+"""Made-up pairs of answers and a small encoder, for `train_judge.py` and `search_judge.py`.
 
-Prompts ask for a thing of a kind ("Name a tool."). An answer that names one ("A hammer, of
-course.") is better than one that does not ("Why should I know that?"). Two answers tie if both name
-one, or neither does.
+Prompts ask for a thing of some kind ("Name a tool."). An answer that names such a thing ("A hammer,
+of course.") is better than one that does not ("Why should I know that?"). Two answers tie if both
+name a thing, or neither does.
 """
 
 import random
@@ -37,7 +37,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def made_up(count: int, seed: int) -> list[Pair]:
-    """Return pairs whose labels follow from the answers."""
+    """Return pairs with labels, which say which answer names a thing."""
     rng, pairs = random.Random(seed), []
     for _ in range(count):
         kind = rng.choice(list(KINDS))
@@ -54,7 +54,7 @@ def made_up(count: int, seed: int) -> list[Pair]:
 
 
 def own_encoder(out: Path) -> Path:
-    """Write a small BERT with random weights and its tokenizer, and return the folder."""
+    """Write a small BERT with random weights, and its tokenizer; return the folder."""
     folder = out / "encoder"
     if (folder / "config.json").exists():
         return folder

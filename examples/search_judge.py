@@ -2,8 +2,9 @@ r"""Search for the settings of a judge's head with Optuna (extra `search`), on a
 
     python examples/search_judge.py --data pairs.jsonl --encoder models/encoder --trials 20
 
-The encoder reads the answers once, on the CPU, and a trial takes seconds to a minute. Trials are
-compared by the log-loss of held-out prompts in their best epoch, and poor trials are stopped early.
+A judge is a model that predicts which of two answers is better. The encoder reads the answers once,
+on the CPU, and each trial then takes between a few seconds and a minute. Trials are compared by
+the log-loss on held-out prompts in their best epoch, and poor trials are stopped early.
 OUT/search.db stores the trials: the same command continues where it was stopped. The best settings
 are printed as flags of `model-components judge train`.
 """
@@ -26,7 +27,7 @@ LINKS = ["antisymmetric", "davidson"]
 
 
 def searched(trial: optuna.Trial) -> dict[str, Any]:
-    """Draw a trial's settings of the model."""
+    """Draw the model's settings for a trial."""
     return {
         "dropout": trial.suggest_float("dropout", 0.05, 0.6),
         "hidden_features": trial.suggest_categorical("hidden_features", INNER),
@@ -35,7 +36,7 @@ def searched(trial: optuna.Trial) -> dict[str, Any]:
 
 
 def rates(trial: optuna.Trial) -> dict[str, float]:
-    """Draw a trial's settings of the trainer."""
+    """Draw the trainer's settings for a trial."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 2e-4, 5e-3, log=True),
         "weight_decay": trial.suggest_float("weight_decay", 1e-3, 0.3, log=True),
@@ -91,7 +92,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
     study = optuna.create_study(direction="minimize", **place)
     whole = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     done = len(study.get_trials(states=whole))
-    print(f"{done} of {given.trials} trials are there")
+    print(f"{done} of {given.trials} trials have been run")
 
     def best_epoch(metrics: dict[str, float]) -> float:
         earlier = trainer.state.best_metric
@@ -109,12 +110,12 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
             pruner=optuna.pruners.MedianPruner(n_warmup_steps=2),
             **place,
         )
-    print(f"log-loss {study.best_value:.4f}")
+    print(f"lowest log-loss: {study.best_value:.4f}")
     return study.best_params
 
 
 def main() -> None:
-    """Search, and print flags."""
+    """Search for the best settings, and print them as flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,10 +126,12 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("runs/search"))
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run for a few seconds, to test the script"
+    )
     given = parser.parse_args()
     if min(given.trials, given.epochs) < 1:
-        parser.error("trials and epochs must be 1 or more")
+        parser.error("expected --trials and --epochs of 1 or more")
     if given.smoke:
         given.trials, given.epochs = min(given.trials, 3), 2
     given.out.mkdir(parents=True, exist_ok=True)

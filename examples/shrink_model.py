@@ -4,9 +4,9 @@
 
 The script drops hidden neurons of every MLP, fits the others on 32,000 tokens of your text, and
 writes a checkpoint that plain transformers loads. It prints loss, parameters, bytes and tokens per
-second next to the original's, on text that was not used for fitting. SmolLM2-135M took 12 minutes
-on 2 cores. With --keep .5, expect a loss about 0.7 above the original's, measured on text of the
-same kind (the guide has our run).
+second next to the original's. The loss is measured on text that was not used for fitting.
+SmolLM2-135M took 12 minutes on 2 cores. With --keep .5, expect a loss about 0.7 nats above the
+original's on text of the same kind (docs/kronecker.md has our results).
 """
 
 import argparse
@@ -28,7 +28,9 @@ def options() -> argparse.Namespace:
         "--model", required=True, help="folder or hub id of a causal language model"
     )
     parser.add_argument(
-        "--calibration", required=True, help="a text file, or .json or .jsonl with texts in records"
+        "--calibration",
+        required=True,
+        help="a text file, or a .json or .jsonl file of records with texts",
     )
     parser.add_argument(
         "--held-out", help="a file to measure on (default: the rest of --calibration)"
@@ -47,7 +49,9 @@ def options() -> argparse.Namespace:
         help="new folder for the checkpoint (default: smaller)",
     )
     parser.add_argument("--json", type=Path, help="a JSON file for the results")
-    parser.add_argument("--smoke", action="store_true", help="few tokens, to see that it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="only a few tokens, to test the script"
+    )
     given = parser.parse_args()
     if not 0 < given.keep < 1:
         parser.error(f"--keep is {given.keep}, expected a share between 0 and 1")

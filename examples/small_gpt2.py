@@ -1,4 +1,4 @@
-"""Train a small GPT-2 on text that every machine has.
+"""Train a small GPT-2 on text that is on every machine.
 
 The text is the documentation and the sources that come with Python.
 """
@@ -44,9 +44,9 @@ def make_tokenizer(text: str, vocabulary: int = 2048) -> PreTrainedTokenizerFast
 def windows(
     tokenizer: PreTrainedTokenizerFast, text: str, context: int = CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of ``context`` tokens to train on, and about 64 rows that are held out.
+    """Return rows of ``context`` tokens to train on, and about 64 held-out rows.
 
-    The held-out rows come from all over the text.
+    The held-out rows are spread evenly over the text.
     """
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     rows = ids[: len(ids) // context * context].view(-1, context)
@@ -56,7 +56,7 @@ def windows(
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens as examples."""
+    """A data set whose examples are rows of tokens."""
 
     def __init__(self, rows: torch.Tensor):
         self.rows = rows
@@ -93,9 +93,9 @@ def arguments(out: Path, steps: int, rate: float, batch: int = 16, **more) -> Tr
 def train_original(
     out: Path, rows: torch.Tensor, vocabulary: int, steps: int, seed: int = 0
 ) -> GPT2LMHeadModel:
-    """Train the model to compress.
+    """Train a small GPT-2, which the example compresses later.
 
-    It has 4 blocks of width 128; 900 steps take about three minutes.
+    The model has 4 blocks of width 128; 900 steps take about three minutes.
     """
     set_seed(seed)
     config = GPT2Config(

@@ -1,6 +1,6 @@
 """Train a small thinker to solve puzzles, and solve more of them by thinking longer.
 
-Each cell of a puzzle has a latent.
+The thinker keeps a latent, a vector that each step of thought updates, for each cell of a puzzle.
 
 python examples/solve_puzzles.py --puzzle sudoku9
 
@@ -8,9 +8,9 @@ learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and thei
 variants, with 26 to 56 clues. It is tested on unseen puzzles with 50, 40 and 30 clues. ``sudoku4``
 learns 4 x 4 Sudoku in less than a minute, from puzzles that need every clue they have. ``maze``
 learns mazes of up to 9 x 9 cells in eight minutes and solves larger ones. ``--out`` names a folder
-for a plot (extra ``plot``), ``--json`` a file for the results: a list of {length, steps, symbols,
-rows}, where symbols and rows are fractions of solved cells and of whole puzzles, and length is a
-maze's side or a number of clues.
+for a plot (extra ``plot``), and ``--json`` a file for the results: a list of {length, steps,
+symbols, rows}. Here symbols is the fraction of cells that are right, rows is the fraction of
+puzzles that are right in every cell, and length is a maze's side or a number of clues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thinker.tasks import TensorTask, sudoku_fill, sudoku_puzzles, sudoku_shuffl
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """The data, the model, the training and the tests of a puzzle."""
+    """The settings of one kind of puzzle: data, model, training and tests."""
 
     train: th.CurriculumDataset
     tests: dict[int, th.CurriculumDataset]  # by a maze's side, or a number of clues
@@ -45,7 +45,7 @@ class Puzzle:
     learning_rate: float
 
     def measured(self, model: th.LatentThinker, samples: int) -> Curves:
-        """Return the accuracy on every test, after each number of steps."""
+        """Return the accuracy on every test set, after each number of steps to test."""
         found = []
         for number, data in self.tests.items():
             # data made of given rows have length 1
@@ -59,7 +59,7 @@ class Puzzle:
 def rows_of(
     puzzles: torch.Tensor, solutions: torch.Tensor, seed: int, augment: Any = None
 ) -> th.CurriculumDataset:
-    """Return a data set of puzzles, with none held out."""
+    """Return a data set of puzzles, of which none are held out."""
     symbols = int(solutions.max()) + 1  # digits, and 0 for an empty cell
     task = TensorTask(puzzles, solutions, grid=True, augment=augment, symbols=symbols)
     return th.CurriculumDataset(
@@ -68,7 +68,7 @@ def rows_of(
 
 
 def sudoku4(seed: int, smoke: bool) -> Puzzle:
-    """Return 4 x 4 Sudoku; a tenth of its 288 solutions is kept for the test."""
+    """Return the settings of 4 x 4 Sudoku; a tenth of its 288 solutions is kept for the test."""
     count, tested = (200, 20) if smoke else (8000, 800)
     puzzles, solutions = sudoku_puzzles(count, box=2, seed=seed)
     # equal numbers mean equal solutions; the numbers follow the order of the solutions
@@ -90,9 +90,10 @@ def sudoku4(seed: int, smoke: bool) -> Puzzle:
 
 
 def sudoku9(seed: int, smoke: bool) -> Puzzle:
-    """Return 9 x 9 Sudoku that can be solved by filling cells with only one possible digit.
+    """Return the settings of 9 x 9 Sudoku.
 
-    Training augments each puzzle.
+    Each puzzle can be solved by filling, again and again, a cell that has only one possible digit.
+    Training augments the puzzles with their symmetries.
     """
     count, tested = (12, 4) if smoke else (2000, 256)
     puzzles, solutions = sudoku_puzzles(count + tested, clues=26, seed=seed)
@@ -115,7 +116,7 @@ def sudoku9(seed: int, smoke: bool) -> Puzzle:
 
 
 def maze(seed: int, smoke: bool) -> Puzzle:
-    """Return mazes of increasing size.
+    """Return the settings of mazes of increasing size.
 
     A latent attends to the eight cells around it, so a larger maze needs only more steps.
     """
@@ -142,12 +143,14 @@ PUZZLES = {"sudoku4": sudoku4, "maze": maze, "sudoku9": sudoku9}
 
 
 def main() -> None:
-    """Train, measure, print."""
+    """Train the thinker, measure its accuracy, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--puzzle", choices=PUZZLES, default="sudoku9")
-    parser.add_argument("--iterations", type=int, help="default: the puzzle's, 2000 to 4000")
+    parser.add_argument(
+        "--iterations", type=int, help="training iterations; default: 2000 to 4000, by puzzle"
+    )
     parser.add_argument("--samples", type=int, default=256, help="puzzles of each size to test")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -155,15 +158,15 @@ def main() -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="run for seconds, to see that it works: few iterations and samples in any case",
+        help="run for a few seconds, to test the script: sets --iterations and --samples",
     )
     options = parser.parse_args()
     if options.smoke:
         options.iterations, options.samples = 8, 8
     if min(options.samples, 1 if options.iterations is None else options.iterations) < 1:
-        parser.error("samples and iterations must be 1 or more")
+        parser.error("expected --samples and --iterations of 1 or more")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("expected --device cpu, since torch finds no GPU")
+        parser.error("expected --device cpu, because torch finds no GPU")
     draw = make_room(parser, options)
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""LoRA specialists of one real model, and a table whose rows are kept on disk.
+"""LoRA specialists of one real model, and a table of results whose rows are kept on disk.
 
 `train_masks_on_instructions.py` and the field trial merge the specialists.
 """
@@ -41,7 +41,7 @@ LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, held-out examp
 
 
 class Trial:
-    """The data, the specialists, and the rows of a table, each stored when it is done."""
+    """The data, the specialists, and the rows of a table; each row is stored when it is done."""
 
     def __init__(self, given: argparse.Namespace):
         self.given, self.out, self.model = given, given.out, str(given.model)
@@ -58,7 +58,7 @@ class Trial:
         (self.out / "rows").mkdir(parents=True, exist_ok=True)
 
     def examples(self, kind: str) -> tuple[list[dict], list[dict]]:
-        """Return the short examples of a kind: for training, and held out for the table."""
+        """Return the short examples of a kind, split into training and held-out examples."""
         rows = [
             r
             for path in sorted(self.given.data.glob("*.json"))
@@ -85,7 +85,7 @@ class Trial:
         return short[held:], short[:held]
 
     def losses(self, model: Any, tasks: Sequence[Sequence[dict]] | None = None) -> list[float]:
-        """Return each kind's loss, in nats per token of answers; default: on held-out examples."""
+        """Return the loss on each kind's examples, by default held-out ones, in nats per token."""
         return list(held_out_losses(model, tasks or self.test, self.collator, batch_size=16))
 
     def row(self, name: str, make: Callable[[], Any]) -> list[float] | None:
@@ -125,7 +125,7 @@ class Trial:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def arguments(self, rate: float, steps: int, seed: int, **more: Any) -> TrainingArguments:
-        """Return training arguments with the options that all trainings share."""
+        """Return training arguments with the options that all training runs share."""
         options = {
             "output_dir": str(self.out / "trainer"),
             "max_steps": steps,
@@ -152,7 +152,7 @@ class Trial:
         )
 
     def specialist(self, k: int) -> Any:
-        """Return the base, tuned on kind ``k``; the adapter is trained once and stored."""
+        """Return the base model tuned on kind ``k``; its adapter is trained once and stored."""
         folder, (steps, rate) = self.out / list(KINDS)[k], TUNED[k]
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
@@ -177,8 +177,8 @@ class Trial:
             gap = min(row[k] for i, row in enumerate(rows) if i != k) - rows[k][k]
             if gap < APART:
                 sys.exit(
-                    f"{kind}: its specialist is {gap:.3f} nats better than the other; expected at "
-                    f"least {APART}"
+                    f"{kind}: expected a specialist that is at least {APART} nats better than the "
+                    f"other, got {gap:.3f}"
                 )
 
     def merged(self, models: Sequence[str], method: str, **options: Any) -> Any:
@@ -196,6 +196,6 @@ class Trial:
 
 
 def run(trainer: Trainer) -> None:
-    """Train, and print nothing."""
+    """Train without printing anything."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -1,4 +1,4 @@
-"""Tune with a grid of ranks, alphas, learning rates and batch sizes, and compare the runs.
+"""Tune a model with each setting in a grid of ranks, alphas, learning rates and batch sizes.
 
     python examples/sweep_lora.py           # 16 runs of a small GPT-2 on made-up rows
 

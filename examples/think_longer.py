@@ -2,12 +2,12 @@
 
 python examples/think_longer.py --task parity --train-length 5 --seed 11
 
-trains for a quarter of a minute on sequences of up to five bits. Then, at lengths 10, 20, 40 and
-100, every symbol is right after somewhat more steps than there are symbols, and stays right after
-ten times as many steps. Each token has a latent that attends to its neighbors, so information
-travels one token per step. ``--out`` names a folder for a plot (extra ``plot``), ``--json`` a file
-for the results: a list of {length, steps, symbols, rows}, where symbols and rows are the fractions
-of right symbols and of entirely right rows.
+trains for 15 seconds on sequences of up to five bits. Then, at lengths 10, 20, 40 and 100, every
+symbol is right after slightly more steps than there are symbols, and still right after ten times as
+many steps. Each token has a latent, a vector that attends to its neighbors in each step, so
+information travels one token per step. ``--out`` names a folder for a plot (extra ``plot``), and
+``--json`` a file for the results: a list of {length, steps, symbols, rows}, where symbols is the
+fraction of symbols that are right, and rows is the fraction of rows in which all symbols are right.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ TASKS: dict[str, dict[str, Any]] = {  # longest in training, iterations, the tas
 }
 NOT_OF_THE_TASK = ("length", "iterations", "preset", "task")
 FULL_CARRY = 400
-"""Digits of the sum 99...9 + 1, whose carry goes through all of them; random carries are short."""
+"""The number of digits in 99...9 + 1, whose carry passes through all; random carries are short."""
 
 
 def steps_to_test(name: str, length: int) -> list[int]:
     """Return the numbers of steps after which to test.
 
-    If each step has its own answer, the model is compared with the answer of that step.
+    For tasks that define an answer for each step, the model is compared with the answer of the
+    step that it has reached.
     """
     if name in ("hops", "pointers"):
         return [length + 1]  # the first step reads the start
@@ -84,7 +85,7 @@ def steps_to_test(name: str, length: int) -> list[int]:
 
 
 def full_carry(model: th.LatentThinker, task: th.Task, base: int, digits: int) -> None:
-    """Print how many digits of 99...9 + 1 are right, and when the thinking stopped by itself."""
+    """Print how many digits of 99...9 + 1 are right, and when the exit rule ended the thinking."""
     # a column's id is first digit * base + second digit; the lowest digits come first
     nines = (base - 1) * base
     columns = [nines + 1, *[nines] * (digits - 1), 0]  # the last column takes the last carry
@@ -97,13 +98,13 @@ def full_carry(model: th.LatentThinker, task: th.Task, base: int, digits: int) -
     else:
         told = f"did not stop within {max_steps} steps"
     print(
-        f"a carry through all of {digits} digits: {right} of {len(expected)} digits are right; the "
+        f"a carry through all {digits} digits: {right} of {len(expected)} digits are right; the "
         f"exit rule {told}"
     )
 
 
 def main() -> None:
-    """Train, measure, print."""
+    """Train the thinker, measure its accuracy, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,14 +124,14 @@ def main() -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="run for seconds, to see that it works: few iterations and samples in any case",
+        help="run for a few seconds, to test the script: sets --iterations and --samples",
     )
     options = parser.parse_args()
     if options.smoke:
         options.iterations, options.samples = 20, 16
     numbers = (*options.lengths, options.samples, options.train_length, options.iterations)
     if min(n for n in numbers if n is not None) < 1:
-        parser.error("lengths, samples and iterations must be 1 or more")
+        parser.error("expected lengths, --samples and --iterations of 1 or more")
     draw = make_room(parser, options)
     torch.set_num_threads(1)
     set_seed(options.seed)

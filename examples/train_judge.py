@@ -1,14 +1,15 @@
-r"""Train a judge that predicts the better of two answers, and write a competition's submission.
+r"""Train a judge that predicts the better of two answers, and write a file for a competition.
 
     python examples/train_judge.py                     # made-up pairs, a small encoder; a minute
     python examples/train_judge.py --data train.csv --encoder models/SmolLM2-135M-Instruct \
         --settings max_tokens=512 dtype=bfloat16 --submit test.csv
 
-`heads.pairwise.train_judge` does the work, as does `model-components judge train`: prompts are held
-out, the best epoch is kept, and the report compares the judge with baselines that need no encoder.
---data is a file in a format of `read_pairs`, such as the Chatbot Arena's, or a data set's hub id.
-OUT receives the judge, its report and, with --submit, submission.csv in the columns of Kaggle's
-Chatbot Arena, or of its WSDM cup if no pair ties. The same command continues an interrupted run.
+The script calls `heads.pairwise.train_judge`, like the command `model-components judge train`:
+prompts are held out, the best epoch is kept, and the report compares the judge with baselines that
+need no encoder. --data is a file in a format of `read_pairs`, such as the Chatbot Arena's, or a
+data set's hub id. OUT receives the judge, its report and, with --submit, submission.csv. This file
+has the columns of Kaggle's Chatbot Arena or, if no pair ties, of Kaggle's WSDM Cup. The same
+command continues an interrupted run.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def submit(judge: PairwiseModel, ids: list[str], pairs: list[Pair | None], path:
 
 
 def main() -> None:
-    """Train, print the report, submit."""
+    """Train the judge, print its report, and write the submission."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,10 +70,10 @@ def main() -> None:
     add("--data", help="labeled pairs: a file or a hub id; default: made-up pairs")
     add("--encoder", help="a folder or a hub id; default: a small encoder, trained from scratch")
     add("--settings", nargs="+", default=[], metavar="NAME=VALUE", help="fields of JudgeConfig")
-    add("--device", default="cpu", help="where to compute, such as cuda")
-    add("--submit", type=Path, metavar="FILE", help="pairs without labels to judge")
+    add("--device", default="cpu", help="device to compute on, such as cuda")
+    add("--submit", type=Path, metavar="FILE", help="file of pairs without labels, to judge")
     add("--out", type=Path, default=Path("runs/judge"))
-    add("--smoke", action="store_true", help="a run of seconds, to see that it works")
+    add("--smoke", action="store_true", help="run for a few seconds, to test the script")
     given = parser.parse_args()
     settings = SMOKE.copy() if given.smoke else {}
     for setting in given.settings:

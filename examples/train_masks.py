@@ -1,12 +1,12 @@
 """Merge two specialists by learned masks, where no formula keeps both tasks.
 
-Then bake an ordinary checkpoint.
+Then bake the masks into an ordinary checkpoint.
 
 Command   python examples/train_masks.py                  (this is what `make demo` runs)
 Time      about 2 minutes on 2 CPU cores; nothing is downloaded
 Result    the table of `merge_checkpoints.py`, whose averages keep one task and most of the
-          other; below it the masked merges, accurate and efficient, and the baked checkpoint,
-          which keep all of both tasks; and a plot of the masks
+          other; below them, the masked merges in the modes accurate and efficient and the baked
+          checkpoint, which keep both tasks completely; and a plot of the masks
 
 Each example names the specialist to follow: `task` 0 is the first component. Only the masks are
 trained, on the specialists' distributions over the next letter; no answer is used as a target.
@@ -24,7 +24,7 @@ from mergekit_lite.masks import KLConfig, MaskCollator, MaskTrainer, Merger, Tas
 def train_masks(
     components: list[Path], data: TaskMixture, steps: int, out: Path, **config
 ) -> Merger:
-    """Lay masks over the components and train them."""
+    """Add masks to the components, and train the masks."""
     merger = Merger.from_pretrained(components, **config)
     collator = MaskCollator(pad_token_id=0)
     rate = 1e-2  # for masks: about ten times the rate for weights
@@ -67,14 +67,16 @@ def main() -> None:
     formulas = {name: scores[name] for name in models if name in MERGES}
     best = max(formulas, key=lambda name: min(formulas[name]))
     print(
-        f"\nThe formula that keeps most of both, {best}: {formulas[best][0]:.0%} and "
-        f"{formulas[best][1]:.0%}."
+        f"\nThe formula that keeps the most of both tasks is {best}: {formulas[best][0]:.0%} and "
+        f"{formulas[best][1]:.0%} accuracy."
     )
     print(f"The baked masks keep {kept[0]:.1%} and {kept[1]:.1%} of the specialists' accuracy.")
-    print(f"An ordinary checkpoint: {baked}. The masks as a picture: {heat_map}.")
     print(
-        "Next: your own models, by formula (docs/howto/recipe.md) or masks (docs/masks.md); all "
-        "else in docs/which.md."
+        f"The baked masks are an ordinary checkpoint in {baked}. The plot of the masks: {heat_map}."
+    )
+    print(
+        "Next: merge your own models by formulas (docs/howto/recipe.md) or masks (docs/masks.md); "
+        "for everything else see docs/which.md."
     )
 
 

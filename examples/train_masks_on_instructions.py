@@ -4,17 +4,18 @@ Two LoRA specialists of one base are merged by every method.
 
 Command   make real, then: python examples/train_masks_on_instructions.py
 Data      *.json in --data: lists of {"instruction", "input", "output"}, as in Alpaca; not part of
-          this repository. If they or the model (SmolLM2-135M-Instruct: `make real`) are missing,
-          the example prints what is missing and ends.
+          this repository. If the data or the model (SmolLM2-135M-Instruct: `make real`) are
+          missing, the example prints what is missing and ends.
 Time      two hours on 2 CPU cores; finished rows are kept in OUT/rows, and the same command
           continues from there
-Result    the loss of held-out answers of each kind, in nats per token; then a few answers; our
-          run's table is in docs/masks.md
+Result    the loss on held-out answers of each kind, in nats per token, and a few answers;
+          docs/masks.md has our results
 
-An instruction's first word decides its kind: editing a text, or writing one (rows without input).
-One specialist is tuned on each kind. Each must be better than the other on its own kind, or there
-is nothing to merge. The formulas' parameters are chosen on training examples. The masks, and a
-model with all weights trained, minimize the same divergence on the same examples in as many steps.
+The first word of an instruction decides its kind: editing a text, or writing one (rows without
+input). One specialist is tuned on each kind. Each must be better than the other on its own kind, or
+there is nothing to merge. The formulas' parameters are chosen on training examples. For comparison,
+a model with all weights trained minimizes the same divergence as the masks, on the same examples
+and for the same number of steps.
 """
 
 import argparse
@@ -35,7 +36,7 @@ BOTH = [1.0] * len(KINDS)
 
 
 def searched(trial: Trial, method: str, choices: Sequence[dict[str, Any]]) -> Any:
-    """Merge by a formula, with the parameters that are best on training examples."""
+    """Merge by a formula, with the best of several parameters on training examples."""
     sample = [part[: 2 if trial.given.smoke else 40] for part in trial.train]
     found = [
         statistics.mean(trial.losses(trial.merged(trial.components, method, **c), sample))
@@ -141,7 +142,7 @@ def learned(trial: Trial) -> None:
             trial.row(f"{name}, seed {s}", lambda m=make, s=s: m(s)) for s in range(seeds)
         ]
     if trial.seeds > 1:
-        print("\nmeans over seeds, and the range of the seeds' means")
+        print("\nmeans over the seeds, and the range of the means of single seeds")
     for name, own in rows.items():
         found = [row for row in own if row is not None]
         if len(found) > 1:
@@ -185,7 +186,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base"
+        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base model"
     )
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data"), help="folder of instruction data"
@@ -200,7 +201,7 @@ def main() -> None:
         default=["*"],
         help="patterns of the rows to compute; several processes may share --out",
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="only a few steps, to test the script")
     given = parser.parse_args()
     logging.disable_progress_bar()
     # warnings inside transformers and peft
@@ -215,8 +216,8 @@ def main() -> None:
         return
     trial = Trial(given)
     print(
-        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
-        "CPU seconds to make it"
+        f"{'nats per token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
+        "CPU s to make the model"
     )
     trial.row("base", lambda: trial.load_model(trial.model))
     own = [

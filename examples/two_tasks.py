@@ -2,8 +2,8 @@
 
 `merge_checkpoints.py` and `train_masks.py` use them.
 
-The ancestor is trained for a while on three tasks: to copy a six-letter word, to reverse it, and to
-put it into upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist is then
+The ancestor is trained briefly on three tasks: to copy a six-letter word, to reverse it, and to
+convert it to upper case (`reverse:fadbce>ecbdaf`, `upper:fadbce>FADBCE`). Each specialist is then
 trained on one of the last two.
 """
 
@@ -60,7 +60,7 @@ def arguments(out: Path, steps: int, rate: float) -> TrainingArguments:
 
 
 def dataset(tokenizer, task: str, count: int) -> list[dict]:
-    """Return examples of a task, with labels at the answers only."""
+    """Return examples of a task, with labels for the answers only."""
     rows = [
         tokenizer(prompt + answer)["input_ids"] for prompt, answer in examples(task, count, seed=1)
     ]
@@ -139,7 +139,7 @@ def options(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/two_tasks"), help="folder for checkpoints"
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="only a few steps, to test the script")
     set_seed(0)
     # matrices of 64 columns gain nothing from more threads, and lose much on a busy machine
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
 """A made-up task for `finetune_lora.py` and `sweep_lora.py`, and a small GPT-2 to tune on it.
 
-A prompt names a position; the answer is the word at that position, or its opposite. The model first
-learns the two easiest questions (a minute), so that tuning has something left to teach.
+A prompt names a position in a list of words; the answer is the word at that position, or the
+opposite of this word. The model first learns the two easiest questions, which takes a minute, so
+that tuning has something left to teach.
 """
 
 import random
@@ -31,7 +32,7 @@ ROWS = 2400  # prompts that are drawn for tuning
 
 
 def make_rows(count: int = ROWS, tasks: Sequence[str] = tuple(TASKS), seed: int = 0) -> list[dict]:
-    """Draw prompts, and return the different ones with their answers."""
+    """Draw prompts, and return them without duplicates, each with its answer."""
     rng = random.Random(seed)
     rows = {}
     for _ in range(count):
@@ -42,7 +43,7 @@ def make_rows(count: int = ROWS, tasks: Sequence[str] = tuple(TASKS), seed: int 
 
 
 def make_base(folder: Path, steps: int) -> Path:
-    """Train a small GPT-2 on easy rows whose prompts are not among those to tune on."""
+    """Train a small GPT-2 on easy rows, without the prompts to tune on; return its folder."""
     tuning_rows = make_rows()
     prompts = {row["prompt"] for row in tuning_rows}
     easy = [row for row in make_rows(8000, EASY, seed=1) if row["prompt"] not in prompts]

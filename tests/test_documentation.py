@@ -428,3 +428,12 @@ def test_a_notebook_shows_what_it_found(name):
     )
     first = "".join(notebook["cells"][0]["source"])
     assert re.match(r"# .*\?\n", first)  # a question
+
+
+def test_examples_of_docstrings_are_code_on_the_site():
+    """In Markdown, a prompt would begin a quotation."""
+    pytest.importorskip("griffe", reason="griffe is in the docs extra")
+    from tests.support.doctests import fenced
+
+    text = "Add.\n\n>>> 1 + 1\n2\n\nMore."
+    assert fenced(text) == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."

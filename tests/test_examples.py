@@ -87,7 +87,7 @@ def run_example(name, *options, absent=()):
     assert done.returncode == 0, done.stderr[-2000:]
     if "matplotlib" in absent:  # said before any training starts, and nothing fails after it
         assert (
-            "no plots will be drawn: they need matplotlib, pip install 'model-components[plot]'"
+            "no plots will be drawn: matplotlib is missing; pip install 'model-components[plot]'"
             in done.stdout
         )
     return done.stdout
@@ -327,7 +327,7 @@ def test_the_distillation_example_runs_and_goes_on(tmp_path):
     printed = run_example(*command)
     found = json.loads(figures.read_text())
     assert [point["steps"] for point in found["steps"]] == [1, 2, 4, 8, 16]
-    assert f"the teacher: {found['teacher']:.3f} nats a byte" in printed
+    assert f"the teacher: {found['teacher']:.3f} nats per byte" in printed
     teacher = tmp_path / "out" / "teacher.pt"
     before = teacher.stat().st_mtime_ns
     # but for the CPU seconds of the first line
@@ -424,10 +424,10 @@ def test_the_judge_example_trains_and_submits(tmp_path):
 def test_the_search_for_a_judge_runs_and_goes_on(tmp_path):
     pytest.importorskip("optuna", reason="needs optuna (extra search)")
     printed = run_example("search_judge.py", "--trials", 2, "--out", tmp_path)
-    assert "0 of 2 trials are there" in printed
+    assert "0 of 2 trials have been run" in printed
     assert re.search(r"^best: .*--dropout [\d.]+ .*--learning-rate [\d.e-]+", printed, re.M)
     printed = run_example("search_judge.py", "--trials", 3, "--out", tmp_path)
-    assert "2 of 3 trials are there" in printed
+    assert "2 of 3 trials have been run" in printed
 
 
 def test_the_fine_tuning_example_runs_and_goes_on(tmp_path):

@@ -2,9 +2,11 @@
 
     python examples/field_trial/judge.py        # after shrink.py
 
-The judge is trained on pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data), on
-a frozen encoder. Its report compares it with a curve of length and with boosted trees on style.
-Then each stage answers held-out prompts, and the judge compares its answers with the base's.
+A judge predicts which of two answers is better. This one has a frozen encoder, and is trained on
+pairs of answers with verdicts (`alpaca_eval_pairs.jsonl.gz` in --data). The report compares the
+judge with two baselines: a curve of answer length, and boosted trees on features of style. Then
+the model of each stage answers held-out prompts, and the judge compares the answers with the base
+model's.
 """
 
 import importlib.util
@@ -35,7 +37,7 @@ def encoder_of(story: Story) -> Path | None:
 
 
 def train(story: Story, encoder: Path) -> dict[str, Any]:
-    """Train the judge on the pairs, and return figures of its report."""
+    """Train the judge on the pairs, and return metrics of its report."""
     settings: dict[str, Any] = {"unseen_writers": 0}
     if story.given.smoke:
         settings |= {"epochs": 1}
@@ -57,7 +59,7 @@ def train(story: Story, encoder: Path) -> dict[str, Any]:
 
 
 def prompts_of(story: Story) -> list[str]:
-    """Return held-out prompts of both kinds, in the chat template."""
+    """Return held-out prompts of both kinds, formatted with the chat template."""
     count = 2 if story.given.smoke else 40
     rows = [
         row for part in story.test for row in random.Random(0).sample(part, min(count, len(part)))
@@ -71,7 +73,7 @@ def prompts_of(story: Story) -> list[str]:
 
 @torch.no_grad()
 def answers(story: Story, folder: Path) -> dict[str, Any]:
-    """Return a stage's greedy answers to the prompts."""
+    """Return the greedy answers of a stage's model to the prompts."""
     model, tokenizer, made = story.load_model(folder).eval(), story.tokenizer, []
     tokenizer.padding_side, prompts = "left", prompts_of(story)
     if tokenizer.pad_token is None:
@@ -98,7 +100,7 @@ def answers(story: Story, folder: Path) -> dict[str, Any]:
 
 
 def compared(judge: PairwiseModel, ours: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return how often a stage's answers beat the base's, by the judge and by length."""
+    """Return how often a stage's answers beat the base model's, by the judge and by length."""
     asked = [
         re.sub(r"<\|im_(start|end)\|>(user|assistant)?", "", p).strip() for p in ours["prompts"]
     ]
@@ -124,8 +126,8 @@ def main() -> None:
     encoder = encoder_of(story)
     if encoder is None or not (story.given.data / PAIRS).is_file():
         print(
-            f"skipped: no encoder (`make real`, or --judge FOLDER), or no {PAIRS} in "
-            f"{story.given.data}"
+            f"skipped: expected an encoder (run `make real`, or use --judge) and {PAIRS} in "
+            f"{story.given.data}; at least one of them is missing"
         )
         return
     story.figure("judge", "the judge", lambda: train(story, encoder))

@@ -2,9 +2,9 @@
 
     python examples/field_trial/merge.py        # after tune.py
 
-Each method has parameters that a user would try first; none is tuned for the held-out examples. If
-mergekit is installed (extra `bench`), it merges the same checkpoints by the same recipes. The next
-chapters use the best merge.
+Each method has the parameters that a user would try first; no parameter is tuned on the held-out
+examples. If mergekit is installed (extra `bench`), it merges the same checkpoints by the same
+recipes. The next chapters use the best merge.
 """
 
 import importlib.util
@@ -30,9 +30,9 @@ RECIPES: dict[str, dict[str, Any]] = {  # by mergekit's names
 
 
 def masks(story: Story) -> Any:
-    """Train a mask for each Linear over what each specialist changed.
+    """Train a mask for each linear layer, over the change of each specialist from the base.
 
-    The loss is the divergence from the specialists' own logits.
+    The loss is the divergence from the specialists' logits.
     """
     merger = Merger.from_pretrained(story.components, base=story.model, dtype="float32")
     trainer = MaskTrainer(

@@ -1,11 +1,10 @@
-"""Chapter 3. Halve every MLP of the merge, by fitted pruning or by the largest weights.
-
-Then train both models back.
+"""Chapter 3. Halve every MLP of the merge by pruning, and train the smaller models back.
 
     python examples/field_trial/shrink.py       # after merge.py
 
-The baseline drops the neurons with the smallest weights. Both models are trained back in the same
-way: on the merge's logits, with the same batches and the same number of steps.
+Fitted pruning is compared with a baseline that drops the neurons with the smallest weights. Both
+models are then trained back, that is, trained to recover the loss of the merge: on the merge's
+logits, with the same batches and the same number of steps.
 """
 
 from typing import Any
@@ -20,12 +19,12 @@ from kronecker.discovery.finding import find_mlps
 
 
 def merged(story: Story) -> Any:
-    """Load the model to make smaller."""
+    """Load the merged model, which is to become smaller."""
     return story.load_model(story.models()["merged"]).eval()
 
 
 def fitted(story: Story) -> Any:
-    """Drop the neurons that cost least, and fit the others to make up for them."""
+    """Drop the neurons that the model needs least, and fit the others to make up for them."""
     model = merged(story)
     data = [
         {n: b[n] for n in ("input_ids", "attention_mask")}
@@ -39,7 +38,7 @@ def fitted(story: Story) -> Any:
 
 @torch.no_grad()
 def by_weights(story: Story) -> Any:
-    """Keep as many neurons, with the largest weights, and do not fit them."""
+    """Keep the half of the neurons with the largest weights, without a fit."""
     model = merged(story)
     for mlp in find_mlps(model):
         *ups, down = (model.get_submodule(n) for n in (*mlp.ups, mlp.down))
@@ -54,7 +53,7 @@ def by_weights(story: Story) -> Any:
 
 
 def trained_back(story: Story, model: Any) -> Any:
-    """Train a model on the merge's logits, and return it."""
+    """Train a model on the logits of the merged model, and return the trained model."""
     steps = 2 if story.given.smoke else 50
     rows = [{n: row[n] for n in ("input_ids", "labels")} for part in story.train for row in part]
     arguments = story.arguments(2e-4, steps, 0, weight_decay=0.0, adam_beta2=0.95)

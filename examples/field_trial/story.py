@@ -1,6 +1,6 @@
 """The code that the chapters of the field trial share.
 
-It has the flags, the stored figures of a run, and the models of the stages by name.
+It has the flags, the stored results of a run, and the models of the stages by name.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from mergekit_lite import merge_models
 
 
 class Story(Trial):
-    """A base, two specialists of it, and the models made from them.
+    """A base model, two specialists of it, and the models made from them.
 
-    Every figure is stored in OUT, and none is computed twice.
+    Every result is stored in OUT, and no result is computed twice.
     """
 
     def models(self) -> dict[str, Path]:
@@ -40,7 +40,7 @@ class Story(Trial):
         }
 
     def figure(self, chapter: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Print and return the figures of ``make``, which runs only if they are not stored."""
+        """Print and return the results of ``make``, which runs only if they are not stored yet."""
         file = self.out / "figures" / chapter / f"{name}.json"
         if not file.is_file():
             begin = cpu_seconds()
@@ -65,7 +65,10 @@ class Story(Trial):
         return found
 
     def keep_model(self, stage: str, model: Any) -> Path:
-        """Write a stage's checkpoint if there is none, whole or not at all; return its folder."""
+        """Write a stage's checkpoint if there is none, and return the folder.
+
+        The folder appears only when the checkpoint is complete.
+        """
         folder = self.out / "models" / stage
         if not folder.is_dir():
             part = folder.with_name(f".{stage}.partial")
@@ -101,23 +104,23 @@ class Story(Trial):
 
 
 def begin(description: str | None) -> Story | None:
-    """Return the story so far, or print what is missing and return None."""
+    """Read the flags and return the `Story`, or print what is missing and return None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base"
+        "--model", type=Path, default=Path("build/real/smollm2"), help="folder of the base model"
     )
     parser.add_argument(
         "--data", type=Path, default=Path("../shared/data"), help="folder of instruction data"
     )
     parser.add_argument(
-        "--judge", type=Path, help="folder of the judge's encoder (default: MiniLM, by `make real`)"
+        "--judge", type=Path, help="folder of the judge's encoder (default: that of `make real`)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/field_trial"), help="folder for all outputs"
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="only a few steps, to test the script")
     given = parser.parse_args()
     given.seeds, given.only = 1, ["*"]
     logging.disable_progress_bar()
@@ -143,8 +146,8 @@ def cpu_seconds() -> float:
 def head(story: Story) -> None:
     """Print the header of the table."""
     print(
-        f"{'nats a token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
-        "CPU s to make it"
+        f"{'nats per token, held out':34s} {' '.join(f'{kind:>8s}' for kind in KINDS)}     mean   "
+        "CPU s to make the model"
     )
 
 
@@ -157,7 +160,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def tokens_a_second(model: Any, batch: dict[str, Any]) -> float:
-    """Return the tokens per CPU second of a forward pass; the better of two measurements."""
+    """Return the tokens per CPU second of a forward pass, the better of two measurements."""
     ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return ids["input_ids"].numel() / min(seconds_of(lambda: model(**ids)) for _ in range(2))
 

@@ -1,8 +1,9 @@
-"""Chapter 5. Learn to add numbers of five digits, and add numbers of a hundred by thinking longer.
+"""Chapter 5. Learn to add five-digit numbers, and add hundred-digit numbers by thinking longer.
 
     python examples/field_trial/think.py
 
-A stock transformer of about the same size is trained on the same batches, for comparison.
+Thinking longer means to run more steps of the same small model. A stock transformer of about the
+same size is trained on the same batches, for comparison.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ LENGTHS = (5, 20, 100)
 
 
 def data_of(longest: int) -> th.CurriculumDataset:
-    """Return a data set of sums, as columns of two digits with the last column first."""
+    """Return a data set of sums; an input is a row of digit pairs, the last digits first."""
     task = th.AtTokens(th.make_task("add_columns", base=10))
     return th.CurriculumDataset(
         task,
@@ -36,7 +37,7 @@ def columns(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinks(story: Story) -> dict[str, Any]:
-    """Train a `LatentThinker`, and test it with two steps for each column."""
+    """Train a `LatentThinker`, and test it with two steps for each pair of digits."""
     set_seed(11)
     data, steps = data_of(5), 20 if story.given.smoke else 2000
     config = th.ThinkerConfig(

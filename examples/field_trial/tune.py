@@ -1,10 +1,10 @@
-"""Chapter 1. Tune two LoRA specialists, and measure the time that the lean forward saves.
+"""Chapter 1. Tune two LoRA specialists, and measure the time that our LoRA forward saves.
 
     python examples/field_trial/tune.py
 
-One is tuned on editing a text, the other on writing one. The baseline is peft. Ours is peft's model
-with another forward, so losses are the same and only the time differs. Steps of both are measured
-in turn.
+One specialist is tuned to edit a text, the other to write one. The baseline is peft. Our model is
+peft's with another forward, so the losses are the same and only the time differs. The steps of the
+two are timed alternately.
 """
 
 import statistics

@@ -1,8 +1,11 @@
 """Code shared by `mergekit_lite`, `kronecker`, `thinker` and `heads`.
 
-The public names are ``__version__``, `push_to_hub`, which uploads a folder that a package wrote,
-`measure_kernels` and `set_impl_`, which measure and set the implementation of layers, and
-`DeadRunError`, which every trainer raises to stop a run that cannot succeed.
+The public names are:
+
+- ``__version__``: the version of the library.
+- `push_to_hub`: upload a folder that one of the packages wrote.
+- `measure_kernels` and `set_impl_`: measure and set the implementation of layers.
+- `DeadRunError`: raised by every trainer to stop a run that cannot succeed.
 
 >>> import model_components
 >>> model_components.__version__.count(".")

@@ -1,4 +1,4 @@
-"""``python -m model_components``, which is the command ``model-components``."""
+"""Run the command ``model-components`` as ``python -m model_components``."""
 
 import sys
 

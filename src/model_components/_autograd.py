@@ -20,7 +20,7 @@ class Context(Protocol):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors, or None, for ``saved_tensors``."""
+        """Save tensors or None; the backward pass reads them as ``saved_tensors``."""
         ...
 
 
@@ -35,23 +35,24 @@ def transforming() -> bool:
 
 
 def needs_plain(x: Tensor) -> bool:
-    """Return whether plain torch operations must run (tracing, transforms or the meta device)."""
+    """Return whether x needs plain torch operations: in tracing, transforms or on meta."""
     return torch.compiler.is_compiling() or x.is_meta or transforming()
 
 
 def launches_directly(x: Tensor) -> bool:
     """Return whether to launch a kernel directly instead of through its torch operator.
 
-    Calling the operator costs more than the launch. Tracers and tensors without data need it.
+    Calling the operator takes longer than launching the kernel. The operator is needed for tracing,
+    dispatch modes, tensor subclasses and tensors without data.
     """
-    # dispatch modes (of fake tensors or counters, for example) see only operators
+    # dispatch modes, such as those of fake tensors and counters, see only operators
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     # tensor subclasses such as DTensor also intercept operators
     return not traced and not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def wants_graph() -> bool:
-    """Return whether a backward pass is to be differentiated again (``create_graph=True``)."""
+    """Return whether the running backward pass must record a graph (``create_graph=True``)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -75,12 +76,15 @@ def differentiable_gradients(
     """Return gradients that can be differentiated again, for a backward with ``create_graph=True``.
 
     Args:
-        formula: The operation in plain torch operations, a function of the inputs.
-        inputs: The operation's tensors, or None.
+        formula: A function that computes the output from the inputs with plain torch operations.
+        inputs: The inputs of the operation; None stands for an optional input that is absent.
         needs: Whether each input needs a gradient.
-        grad: Gradient of the output.
+        grad: The gradient of the output.
+
+    Returns:
+        The gradient of each input, or None for an input that needs none.
     """
-    # Views, since one input may depend on another
+    # with views, an input gets no gradient through other inputs that were computed from it
     views = [None if t is None else t.view_as(t) for t in inputs]
     y = formula(*views)
     wanted = [v for v, need in zip(views, needs, strict=True) if v is not None and need]

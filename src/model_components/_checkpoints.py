@@ -12,9 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-_PREFIX = "checkpoint-"  # transformers' own
+_PREFIX = "checkpoint-"  # the name that transformers uses
 _STATE = "trainer_state.json"
-_STATE_FIELDS = {  # that transformers needs to resume
+_STATE_FIELDS = {  # fields that transformers needs to resume
     "global_step": int,
     "max_steps": int,
     "train_batch_size": int,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Path | None:
-    """Return the newest whole checkpoint in a folder, or None; warn about newer damaged ones.
+    """Return the newest complete checkpoint in a folder, or None; warn about newer damaged ones.
 
     Args:
         folder: The ``output_dir`` of a trainer.
@@ -48,12 +48,14 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
         problem = problem_of(path, needed)
         if not problem:
             return path
-        logger.warning("%s: %s is not whole and is skipped: %s", operation, path, problem)
+        logger.warning(
+            "%s: %s is not a complete checkpoint and is skipped: %s", operation, path, problem
+        )
     return None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the folders of checkpoints in a folder, the newest first."""
+    """Return the checkpoint folders in a folder, the newest first."""
     numbered = []
     for path in folder.glob(f"{_PREFIX}*"):
         number = path.name.removeprefix(_PREFIX)
@@ -63,28 +65,29 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def is_of_trainer(checkpoint: Path) -> bool:
-    """Return whether a trainer wrote a folder; other folders may be called checkpoint-5, too."""
+    """Return whether a trainer wrote a folder, since any folder may be called checkpoint-5."""
     return (checkpoint / _STATE).is_file()
 
 
 def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
-    """Return the reason why a checkpoint is not whole, or an empty string.
+    """Return the reason why a checkpoint is not complete, or an empty string if it is.
 
-    A kill or a full disk may cut files short. The values of tensors are not checked.
+    Files may be cut short if the process was killed or the disk was full. The values of tensors are
+    not checked.
 
     Args:
         checkpoint: The folder.
-        needed: Names of files, written by safetensors or torch.save, that it must have besides
-            those of transformers.
+        needed: Names of files that the checkpoint must have besides those of transformers. They
+            must be in the format of safetensors or torch.save.
     """
     for name in (_STATE, *needed):
         if not (checkpoint / name).is_file():
             return f"it has no {name}"
     contents = sorted(checkpoint.iterdir())
-    # FSDP and DeepSpeed save weights and optimizers in folders of their own
+    # FSDP and DeepSpeed save weights and optimizers in subfolders
     if not any(path.is_dir() and _SHARDED.match(path.name) for path in contents):
         weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
-        # the trainer's settings are a .bin, too
+        # training_args.bin holds settings, not weights
         if not [path for path in weights if path.name != "training_args.bin"]:
             return "it has no weights"
         for name in _OPTIMIZER:
@@ -95,7 +98,7 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
             continue
         if path.suffix == ".safetensors" and not _opens(path):
             return f"{path.name} is damaged"
-        # torch.save writes zip files; their list of contents is at the end, so a cut is detected
+        # torch.save writes zip files, whose list of contents is at the end; a cut file lacks it
         is_of_torch = path.name in needed or _OF_TORCH.fullmatch(path.name)
         if is_of_torch and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             return f"{path.name} is damaged"
@@ -114,7 +117,7 @@ def _problem_of_state(checkpoint: Path) -> str:
             return f"{_STATE} is damaged ({name} is {state.get(name)!r})"
     if any(isinstance(value, float) and not math.isfinite(value) for value in state.values()):
         return f"{_STATE} is damaged (it has NaN or infinity)"
-    # a folder that was renamed would pass for a newer one
+    # otherwise a renamed folder would be taken for the checkpoint of another step
     step = checkpoint.name.removeprefix(_PREFIX)
     if step.isdecimal() and int(step) != state["global_step"]:
         return f"{_STATE} has global_step {state['global_step']}, expected {step}"
@@ -123,7 +126,7 @@ def _problem_of_state(checkpoint: Path) -> str:
 
 def _opens(path: Path) -> bool:
     try:
-        with safe_open(path, "pt"):  # which compares the length with the header
+        with safe_open(path, "pt"):  # opening compares the length of the file with its header
             return True
     except (SafetensorError, OSError):
         return False

@@ -45,9 +45,10 @@ _PLURALS = {int: "whole numbers", float: "finite numbers", str: "texts"}
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bounds of a number, in the type of a field: ``Annotated[int, Range(least=1)]``.
+    """The range of a number, given in the type of a field: ``Annotated[int, Range(least=1)]``.
 
-    It applies to each item of a tuple, and not to text or None. Infinity and NaN are in no range.
+    ``least`` and ``most`` are inclusive; ``above`` and ``below`` are exclusive. The range applies
+    to each item of a tuple, and not to text or None. Infinity and NaN are outside every range.
 
     >>> str(Range(above=0, most=1)), str(Range(least=1))
     ('above 0 and at most 1', '1 or more')
@@ -59,14 +60,14 @@ class Range:
     below: float | None = None
 
     def __call__(self, value: object) -> None:
-        """Raise a ValueError if a number is out of the range."""
+        """Raise a ValueError if a number, or an item of a tuple or list, is outside the range."""
         items = value if isinstance(value, list | tuple) else (value,)
         for item in items:
             if isinstance(item, int | float) and not self._holds(item):
                 raise ValueError(str(self))
 
     def _holds(self, number: float) -> bool:
-        # `isfinite` cannot take whole numbers beyond the range of floats
+        # `isfinite` raises an error for whole numbers beyond the range of floats
         return (
             (isinstance(number, int) or math.isfinite(number))
             and (self.least is None or number >= self.least)
@@ -91,7 +92,7 @@ class Range:
         return " and ".join(words)
 
 
-# for types without a range of their own: no field takes NaN or infinity
+# the range of types that declare none: every field rejects NaN and infinity
 _FINITE = Range()
 Whole = Annotated[int, Range(least=1)]
 """The type of a field that holds a whole number, 1 or more."""
@@ -101,7 +102,10 @@ MaybeWhole = Annotated[int | None, Range(least=1)]
 
 
 class CheckedConfig:
-    """Base of configs: frozen dataclasses that check their fields and convert to and from JSON."""
+    """The base class of configs, which check their fields and convert to and from JSON.
+
+    Subclasses are frozen dataclasses.
+    """
 
     def __post_init__(self) -> None:
         """Check every field, and then combinations of fields."""
@@ -112,7 +116,7 @@ class CheckedConfig:
         check_config(self, CheckedConfig)
 
     def problems(self) -> Iterable[str]:
-        """Return messages about fields that are valid alone but conflict; for subclasses."""
+        """Return messages about fields that conflict although each is valid; for subclasses."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +130,7 @@ class CheckedConfig:
         """Make a config from the result of `to_dict`.
 
         Raises:
-            ValueError: An unknown name, or a bad value.
+            ValueError: A name is unknown, or a value is invalid.
         """
         refuse_unknown(cls.__name__, values, declared_fields(cls, CheckedConfig))
         return cls(**values)
@@ -142,14 +146,14 @@ class CheckedConfig:
 
 
 def check_config(config: Any, base: type) -> None:
-    """Check a config's fields, then what its own ``problems()`` returns.
+    """Check each field of a config and, if all are valid, the conflicts that ``problems()`` finds.
 
     Args:
         config: The config.
-        base: The class whose fields, and whose base classes' fields, are not checked.
+        base: A base class of the config. Its own and inherited fields are not checked.
 
     Raises:
-        ValueError: All problems.
+        ValueError: A field is invalid, or fields conflict. The message lists all such problems.
     """
     hints = declared_fields(type(config), base)
     problems = [
@@ -164,12 +168,12 @@ def check_config(config: Any, base: type) -> None:
 
 
 def problem(config: object, name: str, expected: str) -> str:
-    """Return the message about a bad field."""
+    """Return the message about an invalid field."""
     return f"{name} is {getattr(config, name)!r}, expected {expected}"
 
 
 def refuse(owner: str, name: str, value: object, expected: str) -> NoReturn:
-    """Raise a ValueError about a bad value.
+    """Raise a ValueError about an invalid value.
 
     >>> refuse("merge", "rank", 0, "1 or more")
     Traceback (most recent call last):
@@ -188,13 +192,13 @@ def check_value(owner: str, name: str, value: object, kind: Any) -> None:
     """Check a value's type and range.
 
     Args:
-        owner: The function or class that is called.
-        name: The argument.
-        value: Its value.
-        kind: A type, such as ``Annotated[int, Range(least=1)]``.
+        owner: The name of the function or class whose argument is checked.
+        name: The name of the argument.
+        value: The value of the argument.
+        kind: The expected type, such as ``Annotated[int, Range(least=1)]``.
 
     Raises:
-        ValueError: The value has another type, or is out of the range.
+        ValueError: The value has another type, or is outside the range.
     """
     if not _fits(value, kind):
         refuse(owner, name, value, _describe(kind))
@@ -221,12 +225,12 @@ def is_whole(value: object, least: float = -math.inf) -> bool:
 
 @functools.cache
 def declared_fields(cls: type, base: type) -> dict[str, Any]:
-    """Return the types of a class's fields by name, without ``base`` and its base classes."""
+    """Return the type of each field of a class, except fields of ``base`` and its base classes."""
     found: dict[str, Any] = {}
     above = cls.__mro__[: cls.__mro__.index(base)]
-    # a subclass may declare a field again, and its type is the one that counts
+    # if a subclass declares a field again, the type in the subclass counts
     for one in reversed(above):
-        # types are text in modules that postpone annotations
+        # in modules that postpone annotations, types are strings
         found |= inspect.get_annotations(one, eval_str=True)
     return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
 
@@ -247,7 +251,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _is_plain(value: object, hint: Any) -> bool:
-    """Return whether a value's exact class is in a type hint, and the value is in the range.
+    """Return whether a type hint has the exact class of a value, and the value is in the range.
 
     This decides most cases without importing huggingface_hub.
     """
@@ -265,20 +269,21 @@ def _is_plain(value: object, hint: Any) -> bool:
 
 @functools.cache
 def _schema(hint: Any) -> Any:
-    """Return a TypedDict with one value of this type: huggingface_hub cannot check a type alone.
+    """Return a TypedDict with one field of a type: huggingface_hub cannot check a type alone.
 
-    Its ``strict`` decorator does not check frozen dataclasses or annotations that are text.
+    The ``strict`` decorator of huggingface_hub checks neither frozen dataclasses nor annotations
+    that are strings.
     """
     if get_origin(hint) is Annotated:
         plain, limit = get_args(hint)
     else:
         plain, limit = hint, _FINITE
-    # pyrefly: ignore[not-callable, invalid-annotation]: a type that is made at run time
+    # pyrefly: ignore[not-callable, invalid-annotation]: a type that is created at run time
     return TypedDict("Value", {"value": Annotated[_with_whole_numbers(plain), limit]})
 
 
 def _with_whole_numbers(hint: Any) -> Any:
-    """Return a type hint that accepts whole numbers as floats, as type checkers do."""
+    """Return a type hint that accepts an int where a float is expected, as type checkers do."""
     if hint is float:
         return int | float
     if get_origin(hint) in (Union, UnionType):

@@ -1,9 +1,9 @@
 """Run the command ``model-components``.
 
 Each command is a function in the ``_cli.py`` of its package and an entry point in pyproject.toml.
-tyro turns the function's parameters into flags, and its docstring into their help. tyro also reads
-dataclasses, so a config and its flags are declared once. Importing a ``_cli.py`` loads neither
-torch nor transformers, so that ``--help`` is fast.
+tyro turns the function's parameters into flags, and the docstring into the help texts of the flags.
+tyro also reads dataclasses, so a config and its flags are declared once. Importing a ``_cli.py``
+loads neither torch nor transformers, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ._folders import is_begun
 from ._report import plain
 
 GROUP = "model_components.commands"
-"""The group of entry points; a dot in a name separates a group of commands from its command."""
-ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # None under pythonw
+"""The entry-point group; the entry point ``a.b`` is the command ``b`` of the group ``a``."""
+ON_TERMINAL = sys.stderr is not None and sys.stderr.isatty()  # stderr is None in pythonw
 """Whether standard error is a terminal: the default of ``progress``."""
 
-_BUILT_IN = {  # known even if our metadata is damaged
+_BUILT_IN = {  # available even if the metadata of this library is damaged
     "doctor": "model_components.doctor:doctor",
     "kernels": "model_components.kernels:measure_kernels",
 }
@@ -46,7 +46,7 @@ class RunFlags:
     """Flags for where to compute and whether to show progress.
 
     Args:
-        device: Device that computes, such as cpu or cuda.
+        device: Device to compute on, such as cpu or cuda.
         progress: Show a progress bar; default: only on a terminal.
     """
 
@@ -63,13 +63,17 @@ def main(
     """Run a command line.
 
     Args:
-        arguments: The words after the program's name; default: this process's.
+        arguments: The words after the program's name; default: those of this process.
         program: The program's name.
-        commands: Names and functions, as ``"package.module:function"``; default: those of the
-            installed packages.
+        commands: The function of each command, as ``"package.module:function"``; default: the
+            commands of the installed packages.
 
     Returns:
-        The exit status: 0, 1 after an error, 130 after Ctrl-C; a wrong command line exits with 2.
+        The exit status: 0, or the ``exit_status`` of the command's result; 1 after an error; 2
+        after an error in a ``--config`` file; 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: The command line is wrong (status 2), or asks for help (status 0).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if commands is None:
@@ -82,10 +86,10 @@ def main(
                 return 0
             name, words = _command_of(words, program, commands)
             shared, words = _shared_flags(words)
-            if not ON_TERMINAL:  # before transformers is imported: it shows bars of its own
+            if not ON_TERMINAL:  # before transformers, which shows its own bars, is imported
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             return _run(program, name, commands[name], shared, words)
-    except BrokenPipeError:  # after "| head"; otherwise Python's flush at its end would fail again
+    except BrokenPipeError:  # after "| head"; otherwise Python's flush at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
@@ -103,7 +107,7 @@ def _flushed() -> Iterator[None]:
 def _command_of(
     words: list[str], program: str, commands: Mapping[str, str]
 ) -> tuple[str, list[str]]:
-    """Split the words into a command's name and its arguments; without one, print help and exit."""
+    """Split words into the command's name and its arguments; print help and exit without one."""
     name, asked = "", False
     for number, word in enumerate(words, 1):
         if word in ("-h", "--help"):
@@ -124,7 +128,7 @@ def _command_of(
 
 
 def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> None:
-    """Print the commands of a group, or all, each with the first line of its docstring."""
+    """Print the commands of a group, or all commands, with the first lines of their docstrings."""
     print(f"usage: {program} COMMAND ...\n\nCommands (COMMAND --help explains one):")
     for name in sorted(commands):
         if not group or name.startswith(f"{group}."):
@@ -133,8 +137,8 @@ def _print_commands(group: str, program: str, commands: Mapping[str, str]) -> No
 
 
 def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split --json and --config, which every command takes, from the other words."""
-    # without usage: these two flags are not all flags of the command
+    """Separate --json and --config, which every command takes, from the other words."""
+    # no usage message: it would list only two of the command's flags
     parser = argparse.ArgumentParser(
         prog="model-components", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False
     )
@@ -147,7 +151,7 @@ def _shared_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _bindable(function: Callable[..., object]) -> Callable[..., functools.partial[object]]:
-    """Return a function with the same flags that only binds the arguments, for `tyro.cli`.
+    """Return a function for `tyro.cli` that has the same flags but only binds the arguments.
 
     The command itself runs later, outside `tyro.cli`, so tyro cannot mistake an error of the
     command for a wrong flag.
@@ -173,8 +177,8 @@ def _bindable(function: Callable[..., object]) -> Callable[..., functools.partia
 def _flags_of(described: Callable[..., object]) -> list[inspect.Parameter]:
     """Return the parameters of a function or a dataclass, annotated for tyro.
 
-    Positional parameters are shown by their names. A dataclass is replaced by its fields, which are
-    flags themselves.
+    Positional parameters are shown by their names. A parameter whose type is a dataclass is
+    replaced by one flag for each field.
     """
     import docstring_parser  # both imported only after the command's name is known to be valid
     import tyro
@@ -194,7 +198,7 @@ def _flags_of(described: Callable[..., object]) -> list[inspect.Parameter]:
             options = tyro.conf.arg(help=helps[name], help_behavior_hint="")
         else:
             options = tyro.conf.arg(help=helps[name])
-        # DisallowNone: the word None would be read as no value
+        # DisallowNone: otherwise tyro would read the word None as a missing value
         hint = Annotated[hints[name], tyro.conf.DisallowNone, options]
         flags.append(parameter.replace(annotation=hint))
     return flags
@@ -203,18 +207,18 @@ def _flags_of(described: Callable[..., object]) -> list[inspect.Parameter]:
 def _run(
     program: str, name: str, command: str, shared: argparse.Namespace, words: list[str]
 ) -> int:
-    """Parse the words, do the work and print its result; return the exit status."""
-    # still None if Ctrl-C comes while modules are imported or words parsed
+    """Parse the words, run the command and print its result; return the exit status."""
+    # still None if Ctrl-C comes while modules are imported or words are parsed
     work: functools.partial[object] | None = None
     try:
         called = f"{program} {name.replace('.', ' ')}"
         work = _parsed(pkgutil.resolve_name(command), called, shared.config, words)
-        with contextlib.redirect_stdout(sys.stderr):  # stdout holds the result and nothing else
+        with contextlib.redirect_stdout(sys.stderr):  # stdout gets only the result
             result = work()
         if result is not None:
             _print(result, shared.json)
     except BrokenPipeError:
-        # an OSError, but no failure of the command: `main` ends it without a message
+        # an OSError, but not a failure of the command: `main` exits without a message
         raise
     except FlagFileError as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -228,7 +232,9 @@ def _run(
         print(f"{program}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        hint = str(stop) or (_continue_hint(work) if work is not None else "it had not started")
+        hint = str(stop) or (
+            _continue_hint(work) if work is not None else "the command had not started yet"
+        )
         print(f"{program}: stopped; {hint}", file=sys.stderr)
         return 130
     return int(getattr(result, "exit_status", 0))
@@ -242,7 +248,7 @@ def _parsed(
 
     for path in files:
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
-        # after the words: a list from the file would take in positional words after it
+        # appended: a list from the file would swallow positional words that came after it
         words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"
@@ -250,9 +256,9 @@ def _parsed(
 
 
 def _library_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of libraries for damaged files and full disks.
+    """Return the exception classes that libraries raise for damaged files and full disks.
 
-    Only imported libraries can have raised one.
+    Only libraries that are already imported can have raised an exception, so others are left out.
     """
     return tuple(
         getattr(sys.modules[module], name)
@@ -287,10 +293,10 @@ def _has_checkpoints(out: Path) -> bool:
 
 
 def _print(result: object, as_json: bool) -> None:
-    """Print a report, or rows one by one as they come."""
+    """Print a report, or the rows of an iterator one by one as they come."""
     if isinstance(result, Iterator):
         for row in result:
-            # each at once, for a program that waits for the next one
+            # flushed, because another program may wait for each row
             print(json_line(plain(row)), flush=True)
     elif as_json:
         print(json_line(plain(result)))

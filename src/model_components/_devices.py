@@ -1,4 +1,4 @@
-"""Devices by name, the dtypes that they compute in, and the memory that was used."""
+"""Find devices by name, tell which dtypes are fast on them, and measure memory use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 def find_device(name: str, operation: str) -> str:
     """Return the device's name; under torchrun, ``"cuda"`` becomes the process's own GPU.
 
+    Args:
+        name: The name of the device, such as ``"cuda"`` or ``"cuda:1"``.
+        operation: The name that error messages begin with.
+
     Raises:
-        ValueError: The device does not exist, cannot hold tensors, or holds no values ("meta").
+        ValueError: The device does not exist or cannot hold tensors, or it is ``"meta"``, which
+            holds no values.
 
     >>> find_device("cpu", "merge_models")
     'cpu'
@@ -44,7 +49,7 @@ def find_device(name: str, operation: str) -> str:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a CPU or GPU has instructions for products in bfloat16."""
+    """Return whether a CPU or GPU has instructions for bfloat16 products; False for others."""
     import torch
 
     if device.type == "cpu":
@@ -68,15 +73,15 @@ def is_faster_in_bfloat16(device: torch.device) -> bool:
 def warn_if_slow(operation: str, module: nn.Module) -> None:
     """Warn if a module is in bfloat16 on a processor without instructions for it.
 
-    A matrix product then takes some 50 times as long.
+    A matrix product then takes about 50 times as long as in float32.
     """
     import torch
 
     slow = [p for p in module.parameters() if p.device.type == "cpu" and p.dtype == torch.bfloat16]
     if slow and not has_bfloat16(torch.device("cpu")):
         warnings.warn(
-            f"{operation}: {type(module).__name__} is in bfloat16, which this processor has no "
-            "instructions for; convert it to float32, which is many times as fast here",
+            f"{operation}: {type(module).__name__} is in bfloat16, for which this processor has "
+            "no instructions; convert the module to float32, which is many times faster here",
             stacklevel=3,
         )
 
@@ -93,15 +98,18 @@ def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def reset_peak_memory() -> None:
-    """Restart the count of `peak_memory`, on Linux only; elsewhere it counts from the start."""
+    """Reset the peak that `peak_memory` returns, on Linux only.
+
+    On other systems, the peak is always that since the start of the process.
+    """
     with contextlib.suppress(OSError):
-        # 5 stands for the largest resident size (man proc)
+        # writing 5 resets the peak resident set size (man proc)
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_memory() -> int:
-    """Return the largest resident size of this process so far, in bytes."""
-    # preferred to getrusage, whose figure is inherited from the parent process
+    """Return the peak resident set size of this process, in bytes."""
+    # preferred to getrusage, whose value is inherited from the parent process
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.M):

@@ -23,15 +23,15 @@ _EXPECTED = (
     "messages, conversations, prompt and completion, instruction and output (and perhaps input), "
     "or text"
 )
-# read as plain text, these would fail with an error about their encoding
+# reading these files as plain text would fail with an error about their encoding
 _NO_TEXT = (".arrow", ".xlsx", ".zip", ".safetensors", ".bin", ".pt")
-_ROWS_NAMED = 5  # numbers of rows that an error lists
+_ROWS_NAMED = 5  # how many row numbers an error lists
 Example = dict[str, list[int]]
-"""``input_ids`` and ``labels``."""
+"""The ``input_ids`` and ``labels`` of one example."""
 
 
 class TextExamples:
-    """Make examples of ``input_ids`` and ``labels`` from rows of text.
+    """Examples of ``input_ids`` and ``labels``, made from rows of text.
 
     Answers are supervised, prompts are not. In a conversation of several turns, all answers of the
     assistant are supervised. If the tokenizer's chat template renders earlier turns differently
@@ -44,10 +44,10 @@ class TextExamples:
       and ``value``. A ``tools`` field may accompany either.
     - ``prompt`` and ``completion``: two texts, or two lists of messages. Only the completion is
       supervised.
-    - ``instruction``, ``output`` and optionally ``input``. Without a chat template they are laid
-      out in the format of Stanford Alpaca, in which many models have been trained.
-    - ``text``: all of it is supervised.
-    - A string: all of it is supervised, in pieces of ``max_length`` tokens.
+    - ``instruction``, ``output`` and optionally ``input``. Without a chat template, the
+      prompt has the format of Stanford Alpaca, on which many models have been trained.
+    - ``text``: the whole text is supervised.
+    - A string: the whole string is supervised, in pieces of ``max_length`` tokens.
 
     Rows without an answer, and rows whose answers begin beyond ``max_length``, are left out with a
     warning. Invalid rows raise one error that lists each reason and the row numbers.
@@ -56,19 +56,19 @@ class TextExamples:
     unchanged.
 
     Args:
-        source: Rows, or where to read them: a JSON, JSON lines, CSV or TSV file, which may be
-            gzipped; a parquet file; a hub id; or a data set. Any other file is read as one plain
-            text, which is cut into pieces.
+        source: Rows, or their source: a JSON, JSON lines, CSV or TSV file, which may be gzipped; a
+            parquet file; a hub id; or a data set. A file of another type is read as one plain text,
+            which is cut into pieces.
         tokenizer: A fast tokenizer of transformers. Its chat template lays out messages and
-            instructions. Without one, messages are joined by newlines without their roles, and each
-            answer ends with the end-of-text token.
-        max_length: Maximum number of tokens of an example; longer rows are truncated.
+            instructions. Without a template, messages are joined by newlines without their roles,
+            and each answer ends with the end-of-text token.
+        max_length: The maximum number of tokens in an example; longer rows are truncated.
         train_on_inputs: Supervise prompts, too.
 
     Attributes:
         examples: The examples.
         left_out: The number of rows that are left out.
-        rows: For each example the number of its row; pieces of one text have different numbers.
+        rows: The row number of each example. Each piece of a string has its own negative number.
         cut: The number of examples that were truncated.
         digest: A hash of the rows as they were given.
 
@@ -138,7 +138,7 @@ class TextExamples:
         return "".join(parts)
 
     def _add(self, number: int, row: object) -> None:
-        """Add the examples of a row, or count it as left out."""
+        """Add the examples of a row, or count the row as left out."""
         is_text = isinstance(row, str)
         if is_text:
             examples = self._pieces(row)
@@ -159,7 +159,7 @@ class TextExamples:
                     self.cut += 1
         usable = [one for one in examples if _is_usable(one)]
         self.examples += usable
-        # pieces of a text have negative numbers, which no row has
+        # pieces of a string have negative numbers, which no row has
         count = len(self.rows)
         self.rows += [-1 - count - n if is_text else number for n in range(len(usable))]
         if not usable:
@@ -173,14 +173,14 @@ class TextExamples:
         return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
     def _tokens(self, layout: Layout) -> Example:
-        """Return the tokens of a text, with labels where it is supervised."""
-        # a chat template writes special tokens itself; otherwise the first one is added below
+        """Return the tokens of a text, with labels for its supervised parts."""
+        # a chat template writes special tokens itself; otherwise the BOS token is added below
         encoded = self.tokenizer(layout.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         labels = []
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
             # a token that spans the end of a prompt also has the answer's first characters, so it
-            # is supervised; a token with an empty span at the answer's start is in the prompt
+            # is supervised; a token with an empty span at the answer's start belongs to the prompt
             is_answer = any(
                 (start < last and stop > first) if start < stop else first < start <= last
                 for first, last in layout.spans
@@ -192,7 +192,7 @@ class TextExamples:
 
 
 def _is_usable(example: Example) -> bool:
-    # nothing predicts the first token
+    # no prediction is made for the first token
     return any(label != IGNORED for label in example["labels"][1:])
 
 
@@ -213,14 +213,14 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """Return the token that a tokenizer puts before a text, if there is one."""
-    # tried out, because some tokenizers, such as GPT-2's, have a BOS token but do not add it
+    """Return the BOS token, in a list, if a tokenizer puts one before a text; else no tokens."""
+    # tested on a text, because some tokenizers, such as GPT-2's, have a BOS token but do not add it
     first = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def _digest(rows: Sequence[tuple[int, object]]) -> str:
-    """Return a hash of the raw rows, because a chat template may add the date to its output."""
+    """Return a hash of the rows themselves; a chat template may add today's date to their text."""
     digest = xxhash.xxh3_128()
     for _, row in rows:
         # unpaired surrogates cannot be encoded as UTF-8
@@ -229,7 +229,7 @@ def _digest(rows: Sequence[tuple[int, object]]) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Return the first numbers, and how many follow.
+    """Return the first numbers, and how many more there are, as text.
 
     >>> _listed([1, 2, 3, 4, 5, 6, 7])
     '1, 2, 3, 4, 5 and 2 more'
@@ -262,7 +262,7 @@ def _is_plain_text(source: object) -> bool:
 def _read_plain_text(path: Path) -> str:
     if kind_of(path) in _NO_TEXT:
         raise ValueError(
-            f"TextExamples: expected a text file, or one of {', '.join(SUFFIXES)}, got {path}"
+            f"TextExamples: expected a file of text or of type {', '.join(SUFFIXES)}, got {path}"
         )
     return read_text(path, "TextExamples")
 
@@ -271,7 +271,7 @@ class Answer(NamedTuple):
     """The first answer of an example.
 
     Attributes:
-        prompt: The token ids before it.
+        prompt: The token ids before the answer.
         reference: The token ids of the answer, including its end.
     """
 
@@ -296,7 +296,7 @@ def first_answer(example: Example) -> Answer:
 def split_examples(
     texts: TextExamples, share: float, most: int
 ) -> tuple[list[Example], list[Example]]:
-    """Split examples by rows, at random, into training examples and held-out ones.
+    """Split examples at random into training examples and held-out examples.
 
     All examples of a row go to the same set. Training rows whose first prompt is also that of a
     held-out row are dropped, and so are texts without a prompt that equal a held-out text. The
@@ -310,7 +310,7 @@ def split_examples(
     Returns:
         The training examples, and the held-out examples (at least one).
     """
-    # each piece of a plain text has a number of its own, so that one text can be split
+    # each piece of a plain text has its own number, so that one text can be split
     by_row: dict[int, list[Example]] = {}
     for row, example in zip(texts.rows, texts.examples, strict=True):
         by_row.setdefault(row, []).append(example)
@@ -318,7 +318,7 @@ def split_examples(
     random.Random(0).shuffle(shuffled)
     count = max(1, min(most, round(share * len(shuffled))))
     held_out = [example for row in shuffled[:count] for example in row]
-    # the first example of a conversation has its shortest prompt; the others begin with it
+    # the first example of a conversation has the shortest prompt, with which the others begin
     keys = {_key(row[0]) for row in shuffled[:count]}
     train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
     return train, held_out

@@ -13,11 +13,14 @@ _YAML_WORDS = {
     "bool": re.compile("(true|True|TRUE|false|False|FALSE)$"),
     "null": re.compile("(~|null|Null|NULL|)$"),
 }
-"""Plain words in a flag file that are not text. Numbers stay text: YAML would read 010 as 8."""
+"""Unquoted words in a flag file that are not read as text.
+
+Numbers are read as text, because YAML would read 010 as 8.
+"""
 
 
 class FlagFileError(ValueError):
-    """A ``--config`` file that cannot be read, or that sets an unknown flag."""
+    """An error for a ``--config`` file that cannot be read, or that sets an unknown flag."""
 
 
 def flags_of_file(path: Path, known: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -48,9 +51,9 @@ def read_flags(path: Path) -> Mapping[object, object]:
     from . import _yaml  # imported only if a file is given
 
     class Loader(_yaml.Loader):
-        """Read true, false and null, and every other word as text, like a command line."""
+        """A loader that reads true, false and null as values, and every other word as text."""
 
-    # without YAML's own rules, which turn 1:30 into a number and 2024-12-13 into a date
+    # removes YAML's own rules, which turn 1:30 into a number and 2024-12-13 into a date
     Loader.yaml_implicit_resolvers = {}
     for kind, words in _YAML_WORDS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", words, None)
@@ -68,7 +71,7 @@ def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]
     """Return flags and values as words of a command line.
 
     Args:
-        values: Flags by name, as in a file.
+        values: The value of each flag by name, as in a flag file.
         given: The words of the command line, whose flags override the file's.
 
     >>> words_of({"keep": 0.5, "layers": ["a", "b"], "progress": False}, ["--keep=0.3"])
@@ -93,12 +96,12 @@ def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]
 
 
 def _word_of(value: object) -> str:
-    """Return a value as YAML writes it: true and null, not True and None."""
+    """Return a value in the spelling of YAML: true and null, not True and None."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _setting_of(word: str) -> str:
-    """Return the name of a flag's setting: without dashes, ``no-`` and the value.
+    """Return the name of the setting of a flag, without leading dashes, ``no-`` and the value.
 
     >>> _setting_of("--no-save_others"), _setting_of("--keep=0.5")
     ('save-others', 'keep')

@@ -1,10 +1,10 @@
 """Create, replace and remove files and folders on a user's disk.
 
-A result is written into the folder ``.NAME.partial``, next to its final path. When it is complete,
-one rename moves it there. The folder contains a marker file. A folder without the marker, a folder
-of another user and a symbolic link are not ours: they raise an error and are left alone. This
-module removes only marked folders, files that it has just created, and the checkpoints and results
-of a run that starts over (`_runs`).
+A result is written into the hidden folder ``.NAME.partial``, next to its final path NAME. When the
+result is complete, a single rename moves it to this path. The hidden folder contains a marker file.
+A folder without the marker, a folder of another user and a symbolic link are not ours: they are
+left alone, and an error is raised. This module removes only marked folders, files that it has just
+created, and the checkpoints and results of a run that starts over (`_runs`).
 
     parent of NAME/
       .NAME.partial/
@@ -33,21 +33,21 @@ from ._locks import FolderLock, NotOursError, PosixLock, WindowsLock, holder_of,
 
 _MARKER = ".made-by-model-components"
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Full disks, quotas, read-only file systems, limits of file sizes: nothing else raises these."""
+"""The error numbers of full disks, quotas, read-only file systems and file-size limits."""
 
 
 class OutputError(OSError, ValueError):
-    """A file or folder that cannot be written, is taken, or is not ours to replace."""
+    """An error for a path that cannot be written, is in use, or is not ours to replace."""
 
 
 def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     """Check that a folder can be made at a path, and return the absolute path.
 
-    There may be an empty folder already.
+    An empty folder may be at the path already, unless it is the current folder or a mount point.
 
     Raises:
-        OutputError: Anything else is there, even a symbolic link; or a parent is not a folder, or
-            is not writable.
+        OutputError: Anything else is at the path, even a symbolic link; or the nearest existing
+            parent is not a folder or not writable.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -59,13 +59,13 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     to = f"{operation} to {os.fspath(out)}"
     try:
         if path.is_symlink():
-            raise OutputError(f"{to}: a symbolic link is there; name the folder that it leads to")
+            raise OutputError(f"{to}: a symbolic link is there; name the folder that it points to")
         if path.is_dir():
-            # the result replaces an empty folder; but a mount cannot be replaced, and a shell whose
-            # current folder is replaced would stay in the old one
+            # the result replaces an empty folder, but a mount point cannot be replaced, and a shell
+            # whose current folder is replaced would stay in the old one
             if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
-                    f"{to}: this is the current folder or a mount; name a folder inside it"
+                    f"{to}: this is the current folder or a mount point; name a folder inside it"
                 )
             if any(path.iterdir()):
                 raise OutputError(f"{to}: the folder is not empty; name a new one")
@@ -108,7 +108,7 @@ def write_error(to: str, error: BaseException | None) -> OutputError | None:
         if getattr(error, "filename", None):
             reason = f"{reason}: {error.filename}"
         return OutputError(f"{to}: cannot be written ({reason})")
-    if isinstance(error, RuntimeError) and "inline_container" in text:  # torch's writer of files
+    if isinstance(error, RuntimeError) and "inline_container" in text:  # torch's file writer
         return OutputError(f"{to}: cannot be written ({text.splitlines()[0]})")
     return None
 
@@ -136,7 +136,7 @@ def is_begun(out: str | os.PathLike[str]) -> bool:
     """Return whether an interrupted run left work for ``out`` that the same command can resume."""
     path = Path(os.path.abspath(out))
     hidden = path.with_name(f".{path.name}.partial")
-    # the marker and an empty result are there before any work is done
+    # the marker and an empty result folder exist before any work is done
     return any(part.is_file() and part.name != _MARKER for part in hidden.rglob("*"))
 
 
@@ -158,14 +158,14 @@ def make_folder(path: str | os.PathLike[str], operation: str) -> Path:
 class NewFolder:
     """A folder that is written under a hidden name, and gets its final name when it is complete.
 
-    As a context manager it calls `open`, and at the end `publish`. After an error it discards what
-    was written, unless it is resumable.
+    As a context manager, it calls `open` on entry and `publish` on exit. After an error, it
+    discards what was written, unless ``resumable`` is True.
 
     Args:
-        out: The final path, where there may be an empty folder already.
+        out: The final path. An empty folder may be there already.
         operation: The name that error messages begin with.
         resumable: After an error, keep what was written for a later run.
-        fresh: Remove what an earlier run left.
+        fresh: Remove what an interrupted earlier run left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -198,10 +198,11 @@ class NewFolder:
         """Make the hidden folder, or take over the one that an interrupted run left, and lock it.
 
         Raises:
-            OutputError: Another run holds it, it is not ours, or its parent is not writable.
+            OutputError: Another run holds the folder, it is not ours, or its parent is not
+                writable.
         """
         if self._lock is not None:
-            raise OutputError(f"{self._to}: it is open already")
+            raise OutputError(f"{self._to}: the folder is open already")
         make_folder(self.out.parent, self.operation)
         try:
             while not self._claim():  # another run finished in between
@@ -220,7 +221,7 @@ class NewFolder:
         return self
 
     def _claim(self) -> bool:
-        """Lock the hidden folder; return False if it was removed or replaced meanwhile."""
+        """Lock the hidden folder; return False if another run removed or replaced it meanwhile."""
         created = False
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.place)  # 0777 less the umask
@@ -234,7 +235,7 @@ class NewFolder:
         except BlockingIOError:
             holder = holder_of(self.place / _MARKER)
             raise OutputError(f"{self._to}: another run is writing it now{holder}") from None
-        # the run that had it may have finished and removed it before this one got the lock
+        # another run may have finished and removed the folder before this run got the lock
         if not self._has_its_name():
             self.close()
             return False
@@ -271,7 +272,7 @@ class NewFolder:
             OutputError: Something else is at the final path now. It is left alone, and the result
                 is kept: no later run removes it.
         """
-        # somebody may have moved the hidden folder; whatever is at its path now is not ours
+        # if somebody moved the hidden folder, whatever is at its path now is not ours
         if not self._has_its_name():
             raise self._foreign()
         self._check_result()
@@ -340,9 +341,9 @@ class NewFolder:
 
 
 def _rename(folder: Path, out: Path) -> None:
-    """Move a folder to a path that is free or an empty folder, without following links.
+    """Move a folder to a path that is free or has an empty folder, without following links.
 
-    This is atomic, except on Windows if the path is an empty folder.
+    The move is atomic, except on Windows if the path has an empty folder.
     """
     try:
         os.rename(folder, out)
@@ -380,7 +381,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
-    """Yield a temporary path; if the block succeeds, its file replaces the one at ``path``.
+    """Yield a temporary path; if the block succeeds, the file there replaces the one at ``path``.
 
     Raises:
         OutputError: ``path`` is a folder, link or device, or cannot be written.
@@ -405,9 +406,11 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
             raise OutputError(
                 f"{to}: a folder, link or device is there, expected the name of a file"
             )
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # follows no link
+        os.close(
+            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        )  # O_EXCL follows no link
         if mode is not None:
-            os.chmod(part, mode)  # as the file that it replaces
+            os.chmod(part, mode)  # the mode of the file that it replaces
     except OSError as error:
         raise _told(to, error) from error
     try:

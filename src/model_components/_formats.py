@@ -26,12 +26,13 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
     """Check that this library can read a file's format.
 
     Args:
-        found: The file's fields. The version may be a number or text; if it is absent, it is 1.
+        found: The file's fields. The format version may be a number or text; the default is 1.
         newest: The newest format version that this library reads.
         operation: The beginning of the error message: the operation and the file.
 
     Raises:
-        ValueError: The version is newer than ``newest``, or is not a positive whole number.
+        ValueError: ``found`` is not a mapping, or its version is newer than ``newest`` or not a
+            positive whole number.
 
     >>> check_format({"format_version": 2, "made_with": "0.3.0"}, 1, "load: a.json")
     Traceback (most recent call last):
@@ -39,14 +40,14 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
     """
     if not isinstance(found, Mapping):
         raise ValueError(f"{operation}: expected a JSON object, got a {type(found).__name__}")
-    # a number in JSON; the metadata of safetensors hold only text
+    # the version is a number in JSON, and text in the metadata of safetensors
     version = str(found.get("format_version", 1))
     # nine digits at most, because `int` raises an error of its own for thousands of digits
     if not re.fullmatch("[1-9][0-9]{0,8}", version) or int(version) > newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
         advice = "the file needs a newer model-components, or is damaged"
-        # a file that this version wrote needs no newer version: it is damaged
+        # a file that this version of the library wrote needs no newer one: the file is damaged
         if made_with not in (None, __version__):
             advice = f'pip install "model-components>={made_with}"'
         raise ValueError(f"{operation}: expected format {expected}, got {version}; {advice}")
@@ -54,10 +55,10 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
 
 @contextlib.contextmanager
 def reading(path: object, operation: str) -> Iterator[None]:
-    """Turn any error of reading a file into one error that names the file.
+    """Turn any error in reading a file into a ValueError that names the file.
 
     Somebody may have edited the file, or a full disk may have cut it short. The block should only
-    read, because any other error in it is reported as a fault of the file, too.
+    read, because its other errors would also be reported as faults of the file.
 
     Args:
         path: The file, folder or hub id.
@@ -74,7 +75,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # torch, safetensors and transformers raise classes of many kinds
+    except Exception as error:  # torch, safetensors and transformers raise errors of many classes
         if isinstance(error, ValueError) and _is_our_error(error):
             raise
         # torch has an OutOfMemoryError of its own

@@ -1,7 +1,7 @@
-"""Fused paths, and the measurements of which are correct and faster on this machine's device.
+"""Fused paths (Triton kernels), and the measurements that decide where they are used.
 
-`measure_kernels` writes a small file in the user's cache; ``impl="auto"`` reads it through
-`fused_pays`. A path that was never measured on a kind of card is not used there.
+`measure_kernels` writes a small file to the user's cache, and ``impl="auto"`` reads it through
+`fused_pays`. A path that was never measured on a model of GPU is not used there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = "model_components.fused"
-"""The group of entry points; each is a function that returns the fused paths of a package."""
+"""The entry-point group; each entry point is a function that returns a package's fused paths."""
 # looked up once, because torch.compile cannot trace the search
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _VERSIONS = ("model-components", "torch", "triton")  # a measurement depends on their versions
 
 
 class Trial(NamedTuple):
-    """One fused path at one size.
+    """A fused path at one size, and what it is compared with.
 
     Attributes:
         fused: The fused path, a function of the inputs on the device.
-        eager: The eager path.
-        reference: The definition, in any float dtype, on the CPU.
-        inputs: Tensors on the CPU by argument name.
+        eager: The eager path, a function of the same inputs.
+        reference: The definition of the operation, on the CPU and in any float dtype.
+        inputs: The inputs by argument name, on the CPU.
     """
 
     fused: Callable[..., Tensor]
@@ -51,12 +51,12 @@ class FusedPath:
     """A fused path of a package.
 
     Attributes:
-        name: Its name, such as ``"masks.blend"``.
-        problem: Function of (out_features, in_features), a device and a dtype that returns why the
-            path cannot run, or None.
-        make: Function of (out_features, in_features), tokens, device and dtype that returns a
-            `Trial`.
-        odd: The shape for the test of equivalence, not a multiple of a tile size.
+        name: The name of the path, such as ``"masks.blend"``.
+        problem: A function of (out_features, in_features), a device and a dtype that returns why
+            the path cannot run, or None if it can.
+        make: A function of (out_features, in_features), the number of tokens, a device and a dtype
+            that returns a `Trial`.
+        odd: The (out_features, in_features) of the equivalence test, not multiples of a tile size.
     """
 
     name: str
@@ -66,13 +66,13 @@ class FusedPath:
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why no Triton kernel can run on a device, or None."""
+    """Return why Triton kernels cannot run on a device in a dtype, or None if they can."""
     if not _HAS_TRITON:
         return "triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the device is {device.type}, and the kernel needs CUDA (or TRITON_INTERPRET=1)"
     if device.type != "cuda" and str(dtype) == "torch.bfloat16":
-        return "triton's interpreter stores bfloat16 wrongly; try float16"
+        return "triton's interpreter stores wrong values in bfloat16; try float16"
     return None
 
 
@@ -84,7 +84,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 def random_tensor(*shape: int) -> Tensor:
-    """Return normal numbers on the CPU, the same for the same shape."""
+    """Return standard normal numbers on the CPU; equal shapes give equal numbers."""
     import torch
 
     # with one seed for all, tensors of different sizes would begin with the same numbers
@@ -100,7 +100,7 @@ def known_paths() -> list[FusedPath]:
 
 
 def cache_file() -> Path:
-    """Return the file with measurements in the user's cache."""
+    """Return the path of the file with measurements, in the user's cache."""
     return cache_folder() / "kernels.json"
 
 
@@ -116,7 +116,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return the name of a card, or None for a device that needs no measurement."""
+    """Return the name of a GPU, or None for other devices, which are not measured."""
     if device.type != "cuda":
         return None
     import torch
@@ -125,7 +125,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def read_measurements() -> dict[str, Any]:
-    """Return the measurements in the cache's file by card; empty if it is missing or damaged."""
+    """Return the stored measurements by GPU name; empty if the file is missing or damaged."""
     try:
         devices = json.loads(cache_file().read_text(encoding="utf-8"))["devices"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -136,7 +136,7 @@ def read_measurements() -> dict[str, Any]:
 # called in every forward, so the file is read only once
 @functools.cache
 def _paying(device: str) -> frozenset[str]:
-    """Return the names of the fused paths that are right and faster on a card."""
+    """Return the names of the fused paths that were measured correct and faster on a GPU."""
     entry = read_measurements().get(device)
     if not isinstance(entry, dict) or entry.get("versions") != versions():
         return frozenset()
@@ -152,11 +152,11 @@ def _paying(device: str) -> frozenset[str]:
 
 
 def fused_pays(name: str, device: torch.device) -> bool:
-    """Return whether measurements found a fused path correct and faster on this kind of card.
+    """Return whether measurements found a fused path correct and faster on this model of GPU.
 
     Args:
         name: The path's name.
-        device: The device that it would run on.
+        device: The device that the path would run on.
     """
     card = device_name(device)
     return card is not None and name in _paying(card)
@@ -165,17 +165,21 @@ def fused_pays(name: str, device: torch.device) -> bool:
 def takes_fused(
     operation: str, impl: str, path: str, x: Tensor, unsupported: Callable[[], str | None]
 ) -> bool:
-    """Return whether an operation uses its Triton path; raise if an explicit choice cannot run.
+    """Return whether an operation uses its Triton path; raise an error if ``"fused"`` cannot run.
 
-    ``"auto"`` uses it if measurements on this kind of card found it correct and faster.
+    With ``"auto"``, the path is used if it supports the tensors and if measurements on this model
+    of GPU found it correct and faster.
 
     Args:
         operation: The name that error messages begin with.
-        impl: ``"auto"``, ``"fused"``, or another path.
+        impl: ``"auto"``, ``"fused"``, or the name of another path, for which the result is False.
         path: The fused path's name.
-        x: One of the tensors.
-        unsupported: Function that returns why the path does not support the tensors, or None. It
-            may import the kernels.
+        x: One of the operation's tensors.
+        unsupported: A function that returns why the path does not support the tensors, or None if
+            it does. It may import the kernels.
+
+    Raises:
+        ValueError: ``impl`` is ``"fused"``, and the path cannot run.
     """
     from ._autograd import needs_plain, transforming
 
@@ -187,7 +191,7 @@ def takes_fused(
     if not _HAS_TRITON:
         reason: str | None = "triton is not installed"
     elif transforming():
-        reason = "it has no rules for torch.func and forward-mode differentiation"
+        reason = "it does not support torch.func transforms and forward-mode differentiation"
     else:
         reason = unsupported()
     if reason is not None and impl == "fused":
@@ -196,5 +200,5 @@ def takes_fused(
 
 
 def forget() -> None:
-    """Clear the cache of `fused_pays`, so that the file is read again on the next call."""
+    """Clear the cache of `fused_pays`, so that its next call reads the file again."""
     _paying.cache_clear()

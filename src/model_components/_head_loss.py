@@ -1,10 +1,10 @@
 """Compute losses of logits in chunks, so that the logits of all positions never exist at once.
 
-Forward computes the gradients of each chunk, so backward only scales them.
+The forward pass computes the gradients of each chunk, and the backward pass only scales them.
 
 Letters: N positions, H hidden size, V vocabulary.
 
-Source: gradients made in forward after Hsu et al., arXiv 2410.10989.
+Source: gradients in the forward pass, as in Hsu et al., arXiv 2410.10989.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ._autograd import Context
 IGNORED = -100
 """The label of positions that are not trained."""
 
-# elements of a chunk's logits; several buffers of this size are in memory. On an H200 half the size
-# took 1.3 to 1.6 times as long; twice the size .92 to .95 times as long, and twice the memory
+# elements of a chunk's logits; several buffers of this size are in memory. On an H200, half the
+# size took 1.3 to 1.6 times as long; twice the size took 0.92 to 0.95 times as long and twice the
+# memory
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
-_FEWEST = 16  # positions of a chunk
+_FEWEST = 16  # the smallest number of positions in a chunk
 
 
 ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""A loss of one chunk: ``(logits, rows, needs_gradient)`` to ``(loss, gradient)``.
+"""A loss of one chunk: a function of (logits, rows, needs_gradient) that returns (loss, gradient).
 
-The logits, (n, V), may be overwritten; ``rows`` are the chunk's positions. The loss is a sum over
-the chunk; the gradient is with respect to the logits, or None.
+The function may overwrite the logits, (n, V). ``rows`` are the chunk's positions. The loss is the
+sum over the chunk. The gradient is with respect to the logits, or None if it is not needed.
 """
 
 
@@ -44,15 +45,15 @@ def head_loss(
     vocabulary: int,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the sum of the cross-entropies of ``head(hidden)``, in nats, float32 or better.
+    """Return the sum of the cross-entropies of ``head(hidden)``, in nats, in float32 or float64.
 
     Args:
         hidden: Final hidden states.
         labels: Token ids; positions with `IGNORED` are skipped.
-        head: Function from hidden states, (n, H), to logits, (n, V).
-        parameters: The head's parameters that require grad.
-        vocabulary: V.
-        label_smoothing: Share of the target that is spread over the vocabulary.
+        head: A function from hidden states, (n, H), to logits, (n, V).
+        parameters: The head's parameters that require gradients.
+        vocabulary: The size V of the vocabulary.
+        label_smoothing: The share of each target that is spread over the vocabulary.
 
     >>> hidden, head = torch.ones(2, 3), nn.Linear(3, 4, bias=False).requires_grad_(False)
     >>> nn.init.zeros_(head.weight)  # all four tokens alike: log 4
@@ -82,7 +83,7 @@ def head_loss(
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
-    """Return the number of positions in a chunk of logits, by the device and V."""
+    """Return the number of positions in a chunk of logits, for a device and a vocabulary size."""
     most = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
     return max(_FEWEST, most // vocabulary)
 
@@ -95,17 +96,17 @@ def chunked_loss(
     size: int,
     leaves: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Return the sum of a loss of ``head(hidden)`` over chunks of positions, float32 or better.
+    """Return a loss of ``head(hidden)``, summed over chunks of positions, in float32 or float64.
 
     Args:
         hidden: Final hidden states.
-        head: Function from hidden states, (n, H), to logits, (n, V), as a new tensor.
-        parameters: The tensors that the head uses and that require grad.
+        head: A function from hidden states, (n, H), to logits, (n, V), in a new tensor.
+        parameters: The tensors that the head uses and that require gradients.
         loss_of: The loss of a chunk.
-        size: Positions of a chunk.
+        size: The number of positions in a chunk.
         leaves: Tensors that the head uses instead of the parameters: detached copies, so that the
             graph and the hooks of the parameters are left alone until backward. Default: the
-            parameters themselves, as a module does.
+            head uses the parameters themselves, as a module does.
     """
     # `needs_input_grad` ignores no_grad, so gradients would be computed for nothing
     if not torch.is_grad_enabled():
@@ -140,7 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(hidden), size):
             rows = slice(start, min(start + size, len(hidden)))
-            # within a custom forward torch has switched gradients off
+            # torch disables gradients within a custom forward
             with torch.set_grad_enabled(any(wanted)):
                 states = hidden[rows].detach().requires_grad_(wanted[0])
                 logits = head(states)
@@ -152,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             # if `parameters` is empty, `wanted` is shorter than `used`
             needed = [t for t, want in zip((states, *used), wanted, strict=False) if want]
-            # an adapter of the head may be inactive
+            # the output may not depend on some of them, such as those of an inactive adapter
             found = iter(
                 torch.autograd.grad(logits, needed, gradient.to(logits.dtype), allow_unused=True)
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")  # and no pickles
+PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")  # no pickles
 # the layout of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
 _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
@@ -18,7 +18,7 @@ _CACHED = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
 def hub_id(place: str | Path) -> str | None:
     """Return the hub id of a model, from its name or its folder in the hub's cache.
 
-    It is None for any other folder.
+    For any other folder, the result is None.
 
     >>> hub_id("Qwen/Qwen3-0.6B@main"), hub_id("models/mine/last"), hub_id("./models/mine")
     ('Qwen/Qwen3-0.6B', None, None)
@@ -39,10 +39,10 @@ def find_folder(
     A hub id is ``owner/name`` or ``owner/name@revision``.
 
     Args:
-        place: The path of the folder, or an id.
+        place: The path of the folder, or a hub id.
         patterns: Patterns of the files to download.
         operation: The name that error messages begin with, or an empty string.
-        hub: Other arguments of `huggingface_hub.snapshot_download`, such as ``revision`` and
+        **hub: Other arguments of `huggingface_hub.snapshot_download`, such as ``revision`` and
             ``token``.
 
     Returns:
@@ -76,7 +76,7 @@ def find_folder(
         )
     except (
         Exception
-    ) as error:  # huggingface_hub raises many unrelated classes for "not there" and "no network"
+    ) as error:  # huggingface_hub raises many unrelated classes for a missing file or network
         reason = str(error).strip().split("\n")[0]
         # a misspelled folder name looks like an id, too
         if near := _nearest(folder):
@@ -109,9 +109,9 @@ def is_path(name: str) -> bool:
 
 
 def _nearest(folder: Path) -> str:
-    """Return the end of a message that suggests a similarly named folder in the same place.
+    """Return the end of a message that suggests a folder with a similar name in the same place.
 
-    It is empty if there is none.
+    The result is empty if there is no such folder.
     """
     if folder.parent.is_dir():
         beside = [p.name for p in folder.parent.iterdir() if p.is_dir()]

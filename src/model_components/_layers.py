@@ -15,22 +15,22 @@ from ._autograd import needs_plain
 def is_conv1d(module: object) -> bool:
     """Return whether a module is transformers' `Conv1D`, a linear layer whose weight is (I, O).
 
-    Importing transformers takes longer than most of what is done with one layer. A module can only
-    be a `Conv1D` if that class was imported before.
+    transformers is not imported for this check, because that takes longer than most work on one
+    layer. A module can only be a `Conv1D` if the class has been imported before.
     """
     loaded = sys.modules.get("transformers.pytorch_utils")
     return loaded is not None and isinstance(module, loaded.Conv1D)
 
 
-# the descriptor of `Tensor.data`: what is read through it must stay read-only
+# the descriptor of `Tensor.data`: tensors that are read through it must be read-only, too
 _DATA = vars(torch._C.TensorBase)["data"]
 
 
 class ReadOnlyWeight(Tensor):
     """A read-only view of a weight that a layer computes.
 
-    In-place changes raise, because they would change only a temporary tensor. All other operations
-    return plain tensors.
+    In-place changes raise an error, because they would change only a temporary tensor. All other
+    operations return plain tensors.
     """
 
     @classmethod
@@ -58,12 +58,12 @@ class ReadOnlyWeight(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raise on changes in place, and run everything else on the plain tensor."""
+        """Raise an error for in-place changes, and run everything else on the plain tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         uses_data = getattr(func, "__self__", None) is _DATA
         assigns = name == "__setitem__" or (uses_data and name == "__set__")
-        # torch's names for changes in place end in _; `requires_grad_` changes no values
+        # the names of torch's in-place operations end in _; `requires_grad_` changes no values
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # in-place functions write into the first argument, which is a list in foreach functions
         targets = _listed(next(iter((*args, *kwargs.values())), None))

@@ -16,7 +16,7 @@ _ROLES = {  # role names in data sets, and the same roles in chat templates
 }
 
 Messages = list[dict[str, Any]]
-"""``role`` and ``content`` of each message, perhaps ``tool_calls``."""
+"""Messages: each has ``role`` and ``content``, and may have ``tool_calls``."""
 
 
 class Layout(NamedTuple):
@@ -25,8 +25,8 @@ class Layout(NamedTuple):
     Attributes:
         text: The text.
         spans: Start and end, in characters, of each supervised part of the text.
-        has_special_tokens: Whether the text has special tokens already, as a chat template writes
-            them.
+        has_special_tokens: Whether the text already has special tokens, because a chat template
+            wrote it.
     """
 
     text: str
@@ -35,11 +35,11 @@ class Layout(NamedTuple):
 
 
 class BadRowError(ValueError):
-    """The reason why a row cannot be used."""
+    """An error for a row that cannot be used; its message is the reason."""
 
 
 def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
-    """Return a row as texts: one, or one for each answer of a conversation."""
+    """Return a row as one text, or as one text for each answer of a conversation."""
     if isinstance(row, ValueError):  # a line that could not be read
         raise BadRowError(str(row))
     if not isinstance(row, Mapping):
@@ -128,7 +128,7 @@ def _alpaca_prompt(instruction: str, more: str) -> str:
 def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> Layout:
     """Return the layout of a prompt and a supervised answer, with the end-of-text token."""
     if not answer.strip():
-        # without a span, which `TextExamples` counts as a row without an answer
+        # without a span: `TextExamples` counts the row as one without an answer
         return Layout(check_unicode(prompt), [], has_special_tokens=False)
     # the end-of-text token is supervised, too: otherwise a model would not learn to stop
     text = check_unicode(prompt + answer) + (tokenizer.eos_token or "")
@@ -139,12 +139,14 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
     """Return messages with the roles and fields of chat templates.
 
     Args:
-        given: The messages as the row has them.
+        given: The messages in the form that they have in the row.
         role: The name of the field that holds the role.
         content: The name of the field that holds the text.
         of_prompt: Whether these messages are a prompt, which needs no answer.
     """
-    if hasattr(given, "tolist"):  # an array, as pandas reads parquet
+    if hasattr(
+        given, "tolist"
+    ):  # a NumPy array, as in the data frames that pandas reads from parquet
         given = given.tolist()
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BadRowError("messages that are not a list")
@@ -159,7 +161,7 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
         text = message.get(content)
         if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
             raise BadRowError(f"a message whose {content} is not text")
-        # a message with `from` and `value` may also have `role` or `content`, which must not win
+        # a message with `from` and `value` may also have `role` or `content`, which are dropped
         named = (role, content, "role", "content")
         others = {k: v for k, v in message.items() if k not in named}
         messages.append({"role": _ROLES[name], "content": text, **others})
@@ -244,7 +246,7 @@ def _render(tokenizer: Any, messages: Messages, tools: object, *, is_prompt: boo
 
 
 def check_unicode(text: str) -> str:
-    """Return a text; raise if it has an unpaired surrogate, which tokenizers cannot read."""
+    """Return a text; raise an error for unpaired surrogates, which tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

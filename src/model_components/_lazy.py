@@ -15,7 +15,8 @@ _LOCK = threading.RLock()
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list], list]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub.
 
-    One thread at a time imports a name, since transformers cannot be imported by two at once.
+    Only one thread at a time imports a name, because two threads cannot import transformers at the
+    same time.
 
     Args:
         package: The package's ``__name__``.

@@ -1,4 +1,4 @@
-"""The base class of our models, which load completely or raise an error."""
+"""The base class of this library's models, which load completely or raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._formats import reading
 from ._hub import find_folder, is_path
 
 _MOST_LAYERS = 10_000
-"""Far more than any model has; with a mistyped number, transformers would run forever."""
+"""Far more layers than any model has; a mistyped number would keep transformers busy forever."""
 
 
 def read_config(place: str | Path, operation: str, **options: Any) -> PreTrainedConfig:
@@ -46,7 +46,7 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
 
 
 class CompleteModel(PreTrainedModel):
-    """Base of models whose files must hold all of their weights.
+    """The base class of models whose files must hold all of their weights.
 
     transformers itself fills missing weights with random numbers and only prints a table.
     """
@@ -64,12 +64,12 @@ class CompleteModel(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: Folder or hub id.
             *args: As in `transformers.PreTrainedModel.from_pretrained`.
-            output_loading_info: Return the model and transformers' report.
+            output_loading_info: Return a tuple of the model and transformers' loading report.
             **kwargs: As in `transformers.PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: There is no such folder, or it cannot be read; tensors are missing, unknown,
-                integers or not finite.
+            ValueError: There is no such folder, or it cannot be read; or tensors are missing,
+                unknown or not finite, or have another shape or an integer dtype.
         """
         place = pretrained_model_name_or_path
         # if the path does not exist, transformers would look for it on the hub
@@ -78,7 +78,7 @@ class CompleteModel(PreTrainedModel):
         if place is not None and "config" not in kwargs and Path(place).is_dir():
             _check_kind(cls, Path(place, kwargs.get("subfolder", "")))
         excused = kwargs.pop("ignore_mismatched_sizes", False)
-        # True: transformers' own error does not name the tensors
+        # True, because transformers' own error does not name the tensors
         kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         with reading(place, "from_pretrained"):
             loaded: Any = super().from_pretrained(place, *args, **kwargs)
@@ -90,7 +90,10 @@ class CompleteModel(PreTrainedModel):
 
 
 def _check_kind(cls: Any, folder: Path) -> None:
-    """Check that a folder has a config of a class's type; otherwise defaults would be used."""
+    """Check that a folder's config has the model type of a class.
+
+    For another type, transformers would use the defaults of the class.
+    """
     expected = cls.config_class.model_type
     file = folder / "config.json"
     found = None
@@ -115,7 +118,7 @@ def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, not a mapping
                 stored = file.get_slice(name).get_dtype()
-                # the header has I8 to I64 and U8 to U64; no tensor is read for this
+                # the header names integer dtypes I8 to I64 and U8 to U64, so no tensor is read
                 if stored[0] in "IU" and name in state and state[name].is_floating_point():
                     found.append(name)
     return found
@@ -128,12 +131,12 @@ def _check_loaded(
     damaged = [
         name
         for name, tensor in model.state_dict().items()
-        # a device map may leave tensors on the disk; here they are on meta, without values
+        # tensors that a device map leaves on the disk are on meta here, without values
         if tensor.is_floating_point() and tensor.device.type != "meta" and not _is_finite(tensor)
     ]
     for problem, names in (
         ("lacks", info["missing_keys"]),
-        ("does not fit", info["mismatched_keys"]),
+        ("has other shapes of", info["mismatched_keys"]),
         ("has unknown", info["unexpected_keys"]),
         ("has NaN or infinity in", damaged),
         ("has integers in", integers),

@@ -1,4 +1,4 @@
-"""Lock the folder that a run writes: by `flock` on POSIX systems, by a locked file on Windows.
+"""Lock the folder that a run writes: with `flock` on POSIX systems, with a file on Windows.
 
 The operating system releases the lock when the process ends, so a killed run leaves no lock.
 """
@@ -15,42 +15,46 @@ import stat
 from pathlib import Path
 from typing import Any
 
-_LOCKED_BYTE = 1 << 30  # far past the text, because a locked byte cannot be read on Windows
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
+_LOCKED_BYTE = 1 << 30  # far past the text, because Windows does not let others read a locked byte
+_NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)  # some network file systems support no locks
 
 
 class NotOursError(Exception):
-    """The path is not a folder that an earlier run of this library left for this user."""
+    """An error for a path that is not a folder which this library made for this user."""
 
 
 class PosixLock:
-    """A lock on the folder's own file descriptor; the marker file only names the process.
+    """A lock on a folder itself; the marker file only names the process that holds the lock.
 
     Args:
-        folder: The folder.
-        marker: The name of the file that marks it as ours.
+        folder: The folder to lock.
+        marker: The name of the file that marks a folder as made by this library.
         created: Whether this process has just made the folder.
 
     Raises:
         FileNotFoundError: The folder no longer exists.
         BlockingIOError: Another process holds the lock.
-        NotOursError: The path is not a folder of ours.
+        NotOursError: The path is not a folder that this library made for this user.
     """
 
     holds_marker = False  # whether the lock keeps the marker file open
 
     def __init__(self, folder: Path, marker: str, *, created: bool):
-        # O_NOFOLLOW: a link must not lead to somebody else's folder
+        # O_NOFOLLOW, because a link could lead to somebody else's folder
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
-            # a file or a link is there; for a link, systems differ in the error
+            # the path is a file or a link; for a link, the error depends on the system
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise NotOursError from None
             raise
         try:
             self._lock()
-            # not checked: a new folder, whose owner a network drive may report wrongly, and a
+            # not checked are a new folder, whose owner a network drive may report wrongly, and a
             # folder that is no longer at its path, which the caller checks
             if not created and self.is_at(folder) and not self._is_marked(folder, marker):
                 raise NotOursError
@@ -59,7 +63,7 @@ class PosixLock:
             raise
 
     def _lock(self) -> None:
-        import fcntl  # here and below: Windows has none
+        import fcntl  # not at the top of the file: Windows has no fcntl
 
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +80,7 @@ class PosixLock:
         return not os.listdir(folder) or is_file(folder / marker, owner)
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether the path still names the locked folder; a run may have replaced it."""
+        """Return whether the path still names the locked folder, which a run may have replaced."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(folder))
         except FileNotFoundError:
@@ -93,7 +97,7 @@ class PosixLock:
 
 
 class WindowsLock:
-    """A lock on the folder's marker file, since Windows cannot open folders.
+    """A lock on the folder's marker file, because Windows cannot open folders.
 
     The arguments and errors are the same as for `PosixLock`.
     """
@@ -151,7 +155,7 @@ def holder_of(path: Path) -> str:
 
 
 def is_file(path: Path, owner: int | None = None) -> bool:
-    """Return whether a path is a regular file, not a link, and has the given owner if any."""
+    """Return whether a path is a regular file, not a link, and belongs to ``owner`` if given."""
     try:
         status = os.lstat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Complete a model's folder with a tokenizer and a card, and upload it."""
+"""Complete a model's folder with a tokenizer and a model card, and upload it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ PROCESSOR_FILES = (
 )
 """Settings of processors, which turn images, sounds and videos into tensors."""
 _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
-"""Files of a merge that name local folders; the card has the recipe without these names."""
+"""Files of a merge that name local folders; the card has the recipe without their names."""
 
 
 def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model's folder or hub id; None if there is none.
+    """Load the tokenizer of a model's folder or hub id; return None if there is none.
 
-    Files that cannot be loaded give None and a warning.
+    If the files of a tokenizer cannot be loaded, warn and return None.
 
     Args:
         source: Folder or hub id.
@@ -70,7 +70,7 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # a damaged file gives KeyError, TypeError and many others
+    except Exception as error:  # a damaged file causes KeyError, TypeError and many others
         warnings.warn(
             f"{source}: the tokenizer is left out, because it cannot be loaded "
             f"({type(error).__name__}: {error})",
@@ -82,15 +82,15 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedToke
 def source_of(model: Any) -> str:
     """Return the folder or hub id that a model was loaded from, or an empty string.
 
-    A name that is neither a folder nor in the hub's cache gives an empty string: it may be the
-    relative path of a folder that was loaded from another working directory.
+    The string is also empty for a name that is neither a folder nor in the hub's cache, which may
+    be a path relative to another working directory.
     """
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     return name if user_path(name).exists() or is_cached(name) else ""
 
 
 def license_of(base: str) -> str | None:
-    """Return the license that a model's card names; None without a card on this machine."""
+    """Return the license that a model's card names, or None if no card on this machine has one."""
     if not base:  # a model made in memory
         return None
     card: Any = Path(base, CARD)
@@ -101,7 +101,7 @@ def license_of(base: str) -> str | None:
 
         try:
             card = huggingface_hub.try_to_load_from_cache(repo_id, CARD)
-        except HFValidationError:  # such as run--1/last
+        except HFValidationError:  # not a hub id, such as run--1/last
             return None
     if not isinstance(card, (str, Path)) or not Path(card).is_file():
         return None
@@ -111,7 +111,7 @@ def license_of(base: str) -> str | None:
         return None
     try:
         header = next(iter(read_yaml(sections[1])), None)
-    except ValueError:  # in somebody else's card
+    except ValueError:  # the header of somebody else's card may be invalid
         return None
     found = header.get("license") if isinstance(header, Mapping) else None
     return found if isinstance(found, str) else None
@@ -130,11 +130,11 @@ def card_of(
 
     Args:
         title: The heading.
-        paragraphs: The text below it.
+        paragraphs: The paragraphs below the heading.
         bases: Folders or hub ids of the source models. The header names hub ids only, and no folder
             of this machine.
         tags: Tags besides ``model-components``.
-        relation: The hub's word for the relation to the bases, such as merge or finetune.
+        relation: The relation to the bases in the hub's terms, such as merge or finetune.
         **header: More fields of the header.
 
     >>> print(card_of("Half", ["Pruned."], bases=["org/model"], tags=["pruned"]).split("# ")[1])
@@ -150,7 +150,9 @@ def card_of(
         if relation is not None:
             fields["base_model_relation"] = relation
     licenses = {license_of(base) for base in bases}
-    if len(licenses) == 1 and None not in licenses:  # with several licenses the user decides
+    if (
+        len(licenses) == 1 and None not in licenses
+    ):  # if there are several licenses, the user decides
         fields["license"] = licenses.pop()
     fields["tags"] = ["model-components", *tags]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n" + "\n\n".join(
@@ -170,13 +172,13 @@ def complete_folder(
     Args:
         folder: The folder, with weights and config.
         card: The text of the card.
-        source: Folder or hub id of the model that this one comes from. Its tokenizer and settings
-            are copied if they are on this machine.
-        tokenizer: A tokenizer in place of the source's.
+        source: Folder or hub id of the model that this one was made from. The tokenizer and the
+            settings of processors are copied from there if they are on this machine.
+        tokenizer: A tokenizer to write instead of the source's.
     """
     if source:
         tokenizer = tokenizer or load_tokenizer(source, local=True)
-        with contextlib.suppress(ValueError):  # an id of the hub that is not in the cache
+        with contextlib.suppress(ValueError):  # a hub id that is not in the cache
             copy_files(find_folder(source, local_files_only=True), folder, PROCESSOR_FILES)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -185,7 +187,7 @@ def complete_folder(
 
 
 def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy the named files that exist from one folder to another."""
+    """Copy files from one folder to another; skip names that do not exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -194,7 +196,7 @@ def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 def shown_name(name: str) -> str:
     """Return the name that a card shows: the hub id, or the folder's name without its path.
 
-    For the folder ``model`` or ``adapter`` of a run, it is the name of the run's folder.
+    For the folder ``model`` or ``adapter`` in a run's folder, it is the name of the run's folder.
 
     >>> shown_name("./runs/math/model"), shown_name("./models/math"), shown_name("org/math")
     ('math', 'math', 'org/math')
@@ -224,9 +226,9 @@ def push_to_hub(
         repo_id: The repository, ``owner/name``. It is created if it does not exist.
         private: Whether a new repository is private; None uses the account's default.
         token: A token of the hub; None uses the one that `hf auth login` saved.
-        revision: The branch. It is created if it does not exist.
+        revision: The branch; None uses main. It is created if it does not exist.
         create_pr: Open a pull request instead of committing to the branch.
-        commit_message: The message; default: "Upload by model-components".
+        commit_message: The message of the commit; default: "Upload by model-components".
 
     Returns:
         The URL of the commit.
@@ -250,7 +252,7 @@ def push_to_hub(
 
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    # refs/pr/N is a pull request that exists, not a branch
+    # refs/pr/N is an existing pull request, not a branch
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     commit = api.upload_folder(
@@ -258,7 +260,7 @@ def push_to_hub(
         folder_path=path,
         revision=revision,
         create_pr=create_pr,
-        # the hub matches whole paths, so files in subfolders need a pattern of their own
+        # the hub matches whole paths, so files in subfolders need their own patterns
         ignore_patterns=[f"{start}{name}" for name in _RECORDS for start in ("", "*/")],
         commit_message=commit_message or "Upload by model-components",
     )

@@ -1,6 +1,6 @@
-"""Put a model in evaluation or training mode for a while.
+"""Context managers that put a model in evaluation or training mode.
 
-Afterwards, the mode of each of its modules is restored.
+On exit, each module of the model gets its previous mode back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model in one mode; on exit, restore the mode of each module."""
+    """Put a model in training or evaluation mode; on exit, restore the mode of each module."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

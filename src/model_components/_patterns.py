@@ -11,7 +11,7 @@ from collections.abc import Collection
 # plain names, as most users write them; without repetition operators, matching is fast
 _PLAIN = re.compile(r"[\w.-]*")
 _SECONDS = 5
-"""The time limit. Real patterns take milliseconds for all names of a model; hostile ones, years."""
+"""The time limit. Ordinary patterns take milliseconds; malicious ones can take years."""
 _MATCH_ALL = r"""
 import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -30,10 +30,10 @@ for pattern in patterns:
 
 
 def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
-    r"""Return why patterns of module names are rejected, or an empty string.
+    r"""Return why patterns of module names are rejected, or an empty string if they are accepted.
 
-    The patterns are tried in another process. With nested repeats, such as ``(a+)+``, or with many
-    repeats, matching may never end, and only ending the process stops it.
+    With nested repeats, such as ``(a+)+``, or with many repeats, matching may take forever and
+    cannot be interrupted. The patterns are therefore tried in another process, which can be ended.
 
     Args:
         patterns: The patterns.
@@ -49,7 +49,7 @@ def pattern_problem(patterns: Collection[str], names: Collection[str]) -> str:
         return ""
     try:
         done = subprocess.run(
-            # -I: a json.py in the current folder must not be imported
+            # -I, so that a json.py in the current folder is not imported
             [sys.executable, "-I", "-c", _MATCH_ALL],
             input=json.dumps([special, list(names)]),
             capture_output=True,

@@ -19,7 +19,7 @@ _OF_TRANSFORMERS = re.compile(
 
 
 class CheckedModelConfig(PreTrainedConfig):
-    """Base of model configs: subclasses declare fields, which are checked on creation.
+    """The base class of model configs: subclasses declare fields, which are checked on creation.
 
     transformers makes each subclass a dataclass.
     """
@@ -33,25 +33,25 @@ class CheckedModelConfig(PreTrainedConfig):
         super().__post_init__(**rest)
 
     def derive(self) -> None:
-        """Set fields that follow from other fields; for subclasses."""
+        """Set fields that follow from other fields; subclasses may override this method."""
 
     def problems(self) -> Iterable[str]:
-        """Return messages about fields that are valid alone but conflict; for subclasses."""
+        """Return messages about fields that conflict although each is valid; for subclasses."""
         return ()
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> Any:
-        """Make a config from saved fields, and ignore unknown fields that trainers may have added.
+        """Make a config from saved fields, and ignore unknown ones.
 
-        ``use_cache`` is one such field.
+        Trainers and other programs may have added unknown fields to the file.
 
         Raises:
-            ValueError: The config has a newer format, lacks a field, or has a bad value.
+            ValueError: The config has a newer format, lacks a field, or has an invalid value.
         """
         check_format(config_dict, FORMAT, cls.__name__)
         lost = [name for name in _fields(cls) if name not in config_dict]
         if lost and "format_version" in config_dict:  # a saved config has every field
-            raise ValueError(f"{cls.__name__}: expected {', '.join(lost)} in the saved config")
+            raise ValueError(f"{cls.__name__}: the saved config lacks the fields {', '.join(lost)}")
         unknown = _unknown(cls, config_dict)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
         return super().from_dict(known, **kwargs)
@@ -64,7 +64,7 @@ class CheckedModelConfig(PreTrainedConfig):
     def default_config_fields(cls) -> dict[str, Any]:
         """Return no fields, so that transformers saves every field.
 
-        It would leave out fields that equal the defaults, and defaults may change later.
+        transformers would leave out fields that equal the defaults, and defaults may change later.
         """
         return {}
 
@@ -85,7 +85,7 @@ def _unknown(cls: type, names: Iterable[str]) -> list[str]:
         for name in names
         if name not in known
         and not hasattr(PreTrainedConfig, name)
-        # private ones of transformers, such as _name_or_path
+        # private fields of transformers, such as _name_or_path
         and not name.startswith("_")
         and not _OF_TRANSFORMERS.fullmatch(name)
     ]

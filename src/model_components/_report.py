@@ -17,13 +17,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-else:  # names for signatures; matplotlib itself is imported when a plot is asked for
+else:  # names for type annotations; matplotlib itself is imported only for a plot
     Axes = Figure = Any
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column is left-aligned, with ``sentences`` the last one, too."""
+    """A table of text.
+
+    The first column is left-aligned, and with ``sentences`` so is the last one. The other columns
+    are right-aligned.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -121,7 +125,7 @@ def plain(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    # before the fields, because it may return more; a class has `to_dict`, too, but no values
+    # before the fields, because `to_dict` may return more; a class object has it, but no values
     if hasattr(value, "to_dict") and not isinstance(value, type):
         return plain(value.to_dict())
     if is_dataclass(value) and not isinstance(value, type):
@@ -154,7 +158,7 @@ def needs_matplotlib(operation: str) -> None:
 def axes_for(
     ax: Axes | None, operation: str, *, width: float = 6.4, height: float = 4.0
 ) -> tuple[Figure, Axes]:
-    """Return the given axes with their figure, or a new figure (sizes in inches) with axes.
+    """Return the given axes with their figure, or axes in a new figure; sizes are in inches.
 
     A new figure is not part of pyplot's global state. Notebooks show it even if pyplot has not been
     used.
@@ -174,7 +178,7 @@ def axes_for(
     if ax is not None:
         # pyrefly: ignore[bad-return]: no report draws on a subfigure
         return ax.figure, ax
-    # pyplot would keep every figure in memory until someone closes it
+    # pyplot would keep every figure in memory until it is closed
     figure = Figure((width, height), layout="constrained", dpi=150)
     # pyrefly: ignore[missing-attribute]: notebooks call it
     figure._repr_png_ = partial(_png, figure)

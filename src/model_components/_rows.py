@@ -1,7 +1,7 @@
-"""Read rows, for all packages.
+"""Read rows of data, for all packages.
 
-Sources are JSON, JSON lines, CSV and TSV files, which may be gzipped, parquet files, data sets,
-data frames and hub ids.
+Sources are data sets, data frames, hub ids, parquet files, and JSON, JSON lines, CSV and TSV files,
+which may be gzipped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO, Any
 from ._hub import hub_id
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-"""Suffixes of files that hold rows; ``.gz`` may follow all but the last."""
+"""Suffixes of files that hold rows; ``.gz`` may follow any of them except ``.parquet``."""
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's redirection writes
-_LONGEST_FIELD = 1 << 30  # in a CSV file; Python's own limit, 128 kB, is less than a long answer
+_LONGEST_FIELD = 1 << 30  # in a CSV file; some answers are longer than Python's own limit, 128 kB
 _UNREADABLE = (UnicodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error)
 
 
@@ -40,9 +40,9 @@ def kind_of(path: Path) -> str:
 def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     """Yield each row with its number, counted from 1.
 
-    In JSON lines and CSV the number is the line in the file (the last line of a CSV record).
-    Otherwise it is the position of the row. A JSON file may hold a list or one value per line,
-    whatever its suffix. A byte order mark is skipped.
+    In JSON lines and CSV files, the number is that of the line in the file (the last line of a CSV
+    record). Otherwise, it is the position of the row. A JSON file may hold a list or one value per
+    line, regardless of its suffix. A byte order mark is skipped.
 
     Args:
         source: A path, a hub id that ``datasets`` reads, a ``datasets`` data set, a pandas data
@@ -55,13 +55,13 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
 
     Raises:
         ValueError: The file is missing, has an unknown suffix, or cannot be read.
-        ImportError: The source needs ``datasets``, which is not installed.
+        ImportError: The source needs ``datasets`` or pyarrow, which is not installed.
 
     >>> list(each_row([{"a": 1}, {"a": 2}], "read"))
     [(1, {'a': 1}), (2, {'a': 2})]
     """
     if hasattr(source, "iterrows"):  # a pandas data frame
-        # an empty cell is NaN there, and None in rows
+        # an empty cell is NaN in a data frame, and None in rows
         source = source.astype(object).where(source.notna(), None).to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(
@@ -84,13 +84,13 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
 def read_text(path: Path, operation: str) -> str:
     """Return the text of a file, which may be gzipped.
 
-    The encoding is UTF-8, or UTF-16 if the file begins with its byte order mark.
+    The encoding is UTF-8, or UTF-16 if the file begins with a byte order mark of UTF-16.
 
     Raises:
         ValueError: The file is damaged or in another encoding.
     """
     try:
-        with _open_text(path, newline=None) as file:  # line ends of Windows become \n
+        with _open_text(path, newline=None) as file:  # newlines of Windows become \n
             return file.read()
     except _UNREADABLE as error:
         raise ValueError(f"{operation}: {path} cannot be read: {error}") from error
@@ -102,7 +102,7 @@ def _open_text(path: Path, newline: str | None = "") -> Iterator[IO[str]]:
     # read as bytes first, because the first two bytes determine the encoding
     with opened(path, "rb") as raw:
         encoding = "utf-16" if raw.peek(2)[:2] in _UTF16 else "utf-8-sig"
-        # by default line ends are not translated, because JSON and CSV values may contain them
+        # by default newlines are not translated, because JSON and CSV values may contain them
         with io.TextIOWrapper(raw, encoding=encoding, newline=newline) as file:
             yield file
 
@@ -111,8 +111,8 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
     kind = kind_of(path)
     if kind not in SUFFIXES or kind == ".parquet":  # only .parquet.gz comes here
         raise ValueError(
-            f"{operation}: expected a file of {', '.join(SUFFIXES[:-1])}, also with .gz, or an "
-            f"uncompressed {SUFFIXES[-1]}, got {path}"
+            f"{operation}: expected a file of type {', '.join(SUFFIXES[:-1])} (or gzipped) or of "
+            f"type {SUFFIXES[-1]}, got {path}"
         )
     try:
         with _open_text(path) as file:
@@ -125,7 +125,7 @@ def _rows_of_file(path: Path, operation: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
-    """Yield the rows of a CSV file as dicts; an empty delimiter is detected from the header."""
+    """Yield the rows of a CSV file as dicts; without a delimiter, detect it from the header."""
     csv.field_size_limit(_LONGEST_FIELD)  # a setting of the whole process
     header = file.readline()
     before = 0
@@ -136,7 +136,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
         before = 1
     else:
         file.seek(0)
-    # strict: otherwise a quote that is not closed, or closed within a field, swallows rows
+    # strict: otherwise a quote that is not closed, or is closed within a field, swallows rows
     reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
     names = list(reader.fieldnames or ())
     for name in names:
@@ -152,9 +152,9 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
 
 
 def _delimiter_of(header: str) -> str:
-    """Return the delimiter that splits a header into most columns, or a comma if none does.
+    """Return the delimiter that splits a header into the most columns, or a comma if none does.
 
-    Excel writes semicolons in many countries.
+    In many countries, Excel writes semicolons.
     """
     return max(",;\t", key=lambda one: len(next(csv.reader([header], delimiter=one), ())))
 
@@ -236,5 +236,7 @@ def _dataset(operation: str, source: str) -> Iterable[object]:
         ) from error
     try:
         return load_dataset(source, split="train")
-    except Exception as error:  # of the network, the hub or the data: all are reported alike
+    except (
+        Exception
+    ) as error:  # errors of the network, the hub and the data are all reported in this way
         raise ValueError(f"{operation}: {source} cannot be read by datasets: {error}") from error

@@ -35,7 +35,7 @@ class RunFolder:
     Args:
         folder: A new or empty folder, or the folder of an earlier run.
         facts: The run's settings, as JSON values. A run with other settings is refused.
-        operation: The command, which error messages begin with.
+        operation: The name of the command, with which error messages begin.
         contents: Hashes of the data's contents, by name. A run with other data is refused.
         checkpoints: The path of the checkpoints, relative to ``folder``.
         may_change: Names of facts that a later run may change; `update` writes them.
@@ -46,9 +46,9 @@ class RunFolder:
     With several processes, only the first one locks the folder and compares the facts.
 
     Raises:
-        OutputError: On entering, if another run holds the folder, the folder cannot be written, it
-            belongs to a run with other facts or to no run, or, with ``fresh``, its checkpoints are
-            links.
+        OutputError: On entering, if another run holds the folder; if the folder cannot be written;
+            if it belongs to a run with other facts, or has results but no ``run.json``; or, with
+            ``fresh``, if its checkpoints are links.
         ValueError: On entering, if ``run.json`` cannot be read.
     """
 
@@ -75,7 +75,7 @@ class RunFolder:
         self.fresh = bool(fresh)
         self._instead = "or name another folder"
         if fresh is not None:
-            self._instead = f"begin anew with --fresh (fresh=True in Python), {self._instead}"
+            self._instead = f"start over with --fresh (fresh=True in Python), {self._instead}"
         self._to = f"{operation} to {folder}"
         self._operation = operation
         self._lock: PosixLock | WindowsLock | None = None
@@ -83,10 +83,10 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         """Lock the folder and compare the facts."""
-        if int(os.environ.get("RANK", "0")):  # set by torchrun
+        if int(os.environ.get("RANK", "0")):  # torchrun sets RANK
             return self
         make_folder(self.folder, self._operation)
-        path = self.folder.resolve()  # the user may have made it a link
+        path = self.folder.resolve()  # the user may have made the folder a link
         try:
             # the user may have made the folder, so it need not be marked
             self._lock = FolderLock(path, _LOCK, created=True)
@@ -102,7 +102,7 @@ class RunFolder:
         try:
             with writing(self._to):
                 self._check()
-                # anything but a regular file is not a lock of an earlier run, and is left alone
+                # a path that is not a regular file is not from an earlier run, and is left alone
                 if not os.path.lexists(path / _LOCK) or is_file(path / _LOCK):
                     write_holder(path / _LOCK)
                     self._signed = path / _LOCK
@@ -113,7 +113,7 @@ class RunFolder:
         return self
 
     def _check(self) -> None:
-        """Raise if the folder belongs to another command, or to a run with other settings."""
+        """Raise an error if the folder belongs to another command, or to a run with other facts."""
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise OutputError(
                 f"{self._to}: {self.checkpoints} is a file, expected a folder of checkpoints or "
@@ -128,7 +128,7 @@ class RunFolder:
                 f"{self._to}: expected a new folder or the folder of a run, got one with "
                 f"{written[0].name} and no {_FACTS}; name another folder"
             )
-        # what another command, or another library, put here is not ours to remove
+        # files of another command, or of another library, are not ours to remove
         if before is not None and before.get("command") != self._operation:
             raise OutputError(
                 f"{self._to}: expected a new folder or the folder of a run of {self._operation}, "
@@ -139,7 +139,7 @@ class RunFolder:
             self._compare(before)
 
     def _take(self) -> None:
-        """Remove what an earlier run left, if this one is fresh, and write the facts."""
+        """Remove what an earlier run left, if this run is fresh, and write the facts."""
         is_new = not (self.folder / _FACTS).exists()
         if self.fresh and not is_new:
             checkpoints = checkpoints_in(self.checkpoints)
@@ -152,18 +152,18 @@ class RunFolder:
             # a folder among the results, such as a model, stays until the next one replaces it
             for path in (*filter(is_of_trainer, checkpoints), *filter(Path.is_file, results)):
                 remove(path)
-        # a resumed run leaves the file alone: a user may have put notes into it
+        # a resumed run leaves `run.json` alone, because a user may have put notes into it
         if self.fresh or is_new:
             self.update()
 
     def update(self) -> None:
-        """Write this run's facts."""
+        """Write this run's facts to ``run.json``."""
         if int(os.environ.get("RANK", "0")):
             return
         write_json(self.folder / _FACTS, self.facts, self._operation)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the facts in ``run.json``, or None if there is none.
+        """Return the facts in ``run.json``, or None if there is no such file.
 
         Raises:
             ValueError: The file cannot be read.
@@ -178,7 +178,7 @@ class RunFolder:
         if not isinstance(facts, dict):
             raise ValueError(
                 f"{self._operation}: expected a JSON object in {path}, got {_shortened(facts)}; "
-                "restore it, or name another folder"
+                "restore the file, or name another folder"
             )
         return facts
 
@@ -190,7 +190,7 @@ class RunFolder:
             for name in dict.fromkeys((*now, *earlier))
             if name not in self.may_change
             and now.get(name) != earlier.get(name)
-            and name.partition(".")[0] in self.facts  # else it is a note that the user made
+            and name.partition(".")[0] in self.facts  # otherwise it is a note that the user made
         ]
         settings = [
             f"{name} is {_shortened(earlier.get(name))} there, got {_shortened(now.get(name))}"
@@ -210,7 +210,7 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock on the folder."""
         if self._lock is None:
             return
         # before the lock is released: afterwards the file may be another run's

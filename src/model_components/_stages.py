@@ -19,9 +19,9 @@ class Stage:
     """A folder of parts, each a file of tensors, that belong to one run.
 
     Args:
-        folder: The folder; None stores nothing.
-        key: A hash of all that the parts depend on: settings, data, weights. Parts of other runs
-            are not read.
+        folder: The folder; with None, nothing is stored.
+        key: A hash of everything that the parts depend on: settings, data, weights. Parts with
+            another key are not read.
         operation: The name that error messages begin with.
     """
 
@@ -31,7 +31,7 @@ class Stage:
         self.operation = operation
 
     def path(self, name: str) -> Path | None:
-        """Return the file of a part."""
+        """Return the path of a part's file, or None if nothing is stored."""
         return None if self.folder is None else self.folder / f"{name}.safetensors"
 
     def store(self, name: str, tensors: Mapping[str, Tensor], notes: object = None) -> None:
@@ -39,8 +39,8 @@ class Stage:
 
         Args:
             name: The part's name.
-            tensors: Its tensors.
-            notes: Any JSON value.
+            tensors: The part's tensors.
+            notes: A JSON value to store with the tensors.
         """
         path = self.path(name)
         if path is None:
@@ -59,7 +59,7 @@ class Stage:
             save_file(stored, part, metadata)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
-        """Return a part's tensors and notes, or None if this run has no complete part."""
+        """Return a part's tensors and notes, or None if there is no complete part of this run."""
         path = self.path(name)
         if path is None or not path.is_file():
             return None
@@ -72,19 +72,19 @@ class Stage:
                     return None
                 # the file is not a mapping, so `in file` would fail
                 tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        except SafetensorError:  # cut short
+        except SafetensorError:  # the file was cut short
             return None
         notes = metadata.get("notes", "")
-        if metadata.get("hash") != hash_of(tensors.items(), notes):  # changed on the disk
+        if metadata.get("hash") != hash_of(tensors.items(), notes):  # the file was changed later
             return None
         return tensors, json.loads(notes)
 
 
 def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
-    """Return a hash of names and values, and of other text.
+    """Return a hash of named tensors and of other text.
 
     Args:
-        tensors: Names and tensors, in any order; other values count as text.
+        tensors: Pairs of names and tensors, in any order; for other values, their repr is hashed.
         *beside: Other text to hash.
     """
     import torch

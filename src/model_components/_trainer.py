@@ -1,7 +1,7 @@
 """Code shared by the trainers of all packages.
 
-It has typed options, losses that are means over a whole step, and checks that stop a run if
-numbers are not finite.
+The module defines typed options and `StepTrainer`. The losses of this trainer are means over a
+whole step, and training stops if numbers are not finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ._folders import OutputError, writing
 from ._formats import reading
 
 TrainData = Any
-"""Training data of a stock trainer: a torch or `datasets` data set, or a list of examples."""
+"""Training data of transformers' trainer: a torch or `datasets` data set, or a list of examples."""
 
 Loss = Tensor | tuple[Tensor, object]
 """The result of ``compute_loss``: the loss, or the loss and the model's outputs."""
@@ -54,7 +54,7 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class DeadRunError(RuntimeError):
-    """Training was stopped because it cannot succeed."""
+    """An error that stops a training run which cannot succeed."""
 
 
 class StepTrainer(Trainer):
@@ -63,7 +63,7 @@ class StepTrainer(Trainer):
     Gradient accumulation does not change the loss. Training stops before the optimizer's step if
     the loss, a gradient or the norm of the gradients is not finite. In float16, the gradient scaler
     skips such steps instead. Training also stops before it writes a checkpoint if a parameter is
-    not finite. After a resume, logged losses include the steps before it.
+    not finite. After a resume, logged losses include the steps before the resume.
 
     Attributes:
         resumed_from: The checkpoint that the training resumed from, or None.
@@ -75,7 +75,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **options)
         self._losses = _Losses()
         self._loss_of_step: Tensor | float = 0.0
-        self._norm: Any = None  # of the gradients before clipping, if the stock trainer computes it
+        self._norm: Any = None  # norm of gradients before clipping, if transformers computes it
         self._sampler: _SeededLengthSampler | None = None
         self.add_callback(_StepCallback(self))
 
@@ -89,13 +89,13 @@ class StepTrainer(Trainer):
         """Train, or resume from a checkpoint.
 
         Args:
-            resume_from_checkpoint: A folder, or True for the newest whole checkpoint of
-                ``output_dir``.
+            resume_from_checkpoint: A checkpoint's folder, or True for the newest complete
+                checkpoint in ``output_dir``.
             *rest: Passed to `Trainer.train`.
             **named: Passed to `Trainer.train`.
 
         Raises:
-            ValueError: There is no checkpoint, it is not whole, or it cannot be read.
+            ValueError: There is no checkpoint, or it is not complete, or it cannot be read.
             DeadRunError: A loss, gradient or parameter is not finite.
             OutputError: A checkpoint cannot be written.
         """
@@ -108,7 +108,7 @@ class StepTrainer(Trainer):
         output = super().train(checkpoint, *rest, **named)
         if not self.parameters_are_finite():
             raise self._dead_run("the parameters have NaN or infinity at the end")
-        # the stock value lacks the steps before a resume; `log` has stored the whole run's value
+        # transformers' value lacks the steps before a resume; the value that `log` stored has them
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _whole_checkpoint(self, requested: str | Path | bool) -> Path:
@@ -117,12 +117,12 @@ class StepTrainer(Trainer):
             folder = Path(str(self.args.output_dir))
             newest = newest_whole(folder, operation, self.needed_files())
             if newest is None:
-                raise ValueError(f"{operation}: {folder} has no whole checkpoint to resume from")
+                raise ValueError(f"{operation}: {folder} has no complete checkpoint to resume from")
             return newest
         problem = problem_of(Path(requested), self.needed_files())
         if problem:
             raise ValueError(
-                f"{operation}: expected a whole checkpoint, got {requested}: {problem}"
+                f"{operation}: expected a complete checkpoint, got {requested}: {problem}"
             )
         return Path(requested)
 
@@ -131,7 +131,7 @@ class StepTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         """Return the batches of a step, or no batches after the last step.
 
-        After a resume, the stock trainer would take one step too many.
+        After a resume, transformers' trainer would take one step too many.
         """
         if self.state.global_step >= self.state.max_steps:
             return [], None
@@ -157,7 +157,7 @@ class StepTrainer(Trainer):
         is_finite = math.isfinite(loss)
         # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
         if self.accelerator.scaler is None:
-            # includes parameters outside the model, such as those of a loss
+            # of parameters in the optimizer, even outside the model, such as those of a loss
             gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
             are_finite = _is_finite(self._norm) and _are_finite(gradients)
             # either all processes stop (or skip the step), or none does
@@ -173,12 +173,12 @@ class StepTrainer(Trainer):
 
     def parameters_are_finite(self) -> bool:
         """Return whether the parameters that are trained are finite, in all processes."""
-        # the mean is above 0 as soon as one process has found something
+        # the mean is above 0 if at least one process has found such a parameter
         return not self._mean_of_processes(float(not _are_finite(self._trained_parameters())))
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         groups = bare_optimizer(self.optimizer).param_groups
-        # a frozen parameter may hold infinities on purpose
+        # frozen parameters are left out, since they may hold infinities on purpose
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def on_not_finite(self, what: str) -> None:
@@ -226,7 +226,7 @@ class StepTrainer(Trainer):
             )
         # the first process saves for all, and after a resume all processes use its value
         self._losses.total = self._mean_of_processes(self._losses.total)
-        states: Any = self.state.stateful_callbacks  # a mapping, whatever its annotation says
+        states: Any = self.state.stateful_callbacks  # a mapping, contrary to its annotation
         states["StepTrainer"] = asdict(self._losses)
         to = f"{type(self).__name__}: checkpoint in {self.args.output_dir}"
         try:
@@ -249,7 +249,7 @@ class StepTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return value
         device = self.accelerator.device
-        # mps, Apple's kind of device, has no float64
+        # mps, the device type of Apple GPUs, has no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         return float(
             self.accelerator.reduce(torch.tensor(value, device=device, dtype=dtype), "mean")
@@ -262,7 +262,7 @@ class StepTrainer(Trainer):
         """
         losses = self._losses
         # each process has summed its own losses; from here on all have the mean
-        is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log a loss, too
+        is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log another "loss"
         if is_of_steps or "train_loss" in logs:
             losses.total = self._mean_of_processes(losses.total)
         if is_of_steps:
@@ -274,7 +274,7 @@ class StepTrainer(Trainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Return the stock sampler, or one that groups by length and does not change on resume."""
+        """Return the stock sampler or, to group by length, one that survives a resume unchanged."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             return self.batches_of_like_length(sampler.lengths)
@@ -288,14 +288,14 @@ class StepTrainer(Trainer):
         return self._sampler
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
-        """Return the optimizer's parameter groups, or None for the stock trainer's groups."""
+        """Return the optimizer's parameter groups, or None for those of transformers' trainer."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer that the arguments choose, over `optimizer_groups`."""
+        """Create the optimizer that the training arguments name, for `optimizer_groups`."""
         if self.optimizer is None and (groups := self.optimizer_groups()) is not None:
             asked = self.optimizer_cls_and_kwargs
-            # pyrefly: ignore[bad-argument-type]: transformers allows no model, we do not
+            # pyrefly: ignore[bad-argument-type]: transformers allows model=None, this class does not
             kind, options = asked or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(groups, **options)
         if self.optimizer is not None:
@@ -305,7 +305,7 @@ class StepTrainer(Trainer):
     def processes_of_mean(self) -> int:
         """Return the factor that turns DDP's mean of gradients into a sum over all processes.
 
-        It is 1 if each process averages over its own items.
+        The factor is 1 if each process averages over its own items.
         """
         if self.args.average_tokens_across_devices:
             return self.accelerator.num_processes
@@ -320,7 +320,7 @@ class StepTrainer(Trainer):
             loss: The mean over the micro-batch's items.
             items: The number of these items.
             num_items_in_batch: The number of items of the whole step in all processes; None if the
-                trainer takes the mean itself.
+                trainer averages the micro-batches itself.
         """
         if num_items_in_batch is None:
             return loss
@@ -328,14 +328,14 @@ class StepTrainer(Trainer):
         return loss * items / num_items_in_batch * self.processes_of_mean()
 
     def unwrapped(self) -> Any:
-        """Return the model without the wrappers of distributed training."""
+        """Return the model without the wrappers that distributed training adds."""
         return self.accelerator.unwrap_model(self.model)
 
 
 class _SeededLengthSampler(LengthGroupedSampler):
     """A sampler of batches of similar length, drawn from a seed and the epoch.
 
-    The stock sampler draws from the global generator, so a run that is resumed after its first
+    transformers' sampler draws from the global generator, so a run that is resumed after its first
     epoch would see other batches.
     """
 
@@ -355,7 +355,7 @@ class _SeededLengthSampler(LengthGroupedSampler):
 
 @dataclass
 class _Losses:
-    """Sums and counts of the losses of a run's steps: in total, and those already logged."""
+    """Sums and counts of the losses of a run's steps: of all steps, and of those already logged."""
 
     total: float = 0.0
     steps: int = 0
@@ -364,7 +364,7 @@ class _Losses:
 
 
 class _StepCallback(TrainerCallback):
-    """Call `StepTrainer` where the stock trainer has nothing to override."""
+    """A callback that calls `StepTrainer` where transformers' trainer has no method to override."""
 
     def __init__(self, trainer: StepTrainer):
         self.trainer = trainer
@@ -377,12 +377,12 @@ class _StepCallback(TrainerCallback):
         **rest: object,
     ) -> None:
         states: Any = state.stateful_callbacks
-        # if this entry is missing, the stock trainer fails when it writes its next checkpoint
+        # without this entry, transformers' trainer fails when it writes its next checkpoint
         states.setdefault("TrainerControl", {})
         stored = states.get("StepTrainer", {}) if self.trainer.resumed_from else {}
         with reading(self.trainer.resumed_from, type(self.trainer).__name__):
             self.trainer._losses = _Losses(**stored)
-        # an earlier training that was stopped may have left part of a step's loss
+        # an earlier call of `train` may have stopped within a step and left a part of its loss
         self.trainer._loss_of_step = 0.0
 
     def on_epoch_begin(
@@ -412,7 +412,7 @@ def _mean(total: float, count: int) -> float:
 
 @torch.no_grad()
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all values of this process are finite; wait for the device once."""
+    """Return whether the values of this process are finite, waiting for the device only once."""
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     # parts of a model may lie on several devices
     checks = [tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]

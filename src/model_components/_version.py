@@ -1,3 +1,3 @@
-"""The only definition of the library's version; it is available without installation."""
+"""The version of the library, defined only here, so that it needs no installation."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
 """Run a model one block at a time.
 
-The arguments of each block other than the hidden states, mostly masks and positions, are recorded
-once for each batch. With these, a single block can be run on any hidden states, so only one block
-has to be loaded or changed at a time.
+For each batch, the arguments of each block other than the hidden states (mostly masks and
+positions) are recorded once. With these arguments, a single block can be run on any hidden states,
+so only one block has to be loaded or changed at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a block for one batch.
+    """The arguments of a block for one batch, without the hidden states.
 
     Attributes:
-        arguments: Positional arguments after the hidden states.
-        named: Keyword arguments.
+        arguments: The positional arguments after the hidden states.
+        named: The keyword arguments.
         keep: A boolean mask over all tokens of the batch, (B * L,), False for padding. None means
             that no token is padding.
     """
@@ -34,7 +34,7 @@ class Call:
     keep: Tensor | None
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
-        """Return a copy with a function applied to its arguments."""
+        """Return a copy with a function applied to the tuple and to the mapping of arguments."""
         return replace(self, arguments=function(self.arguments), named=function(self.named))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def split_arguments(
 ) -> tuple[Tensor, Call]:
     """Split a block's arguments into the hidden states and a `Call`; remove key-value caches.
 
-    The recorded arguments are used many times. A cache would grow with each use, and later runs
-    would attend to tokens of earlier runs.
+    The recorded arguments are used many times. A cache would grow with each use, and the block
+    would attend to tokens of earlier uses.
     """
     from transformers import Cache
 
@@ -68,14 +68,14 @@ def split_arguments(
 
 
 class Stop(Exception):
-    """Raised to end a forward pass early, once all needed values are recorded."""
+    """An exception that ends a forward pass early, once all needed values are recorded."""
 
 
 @contextmanager
 def forwards_replaced(
     blocks: Sequence[nn.Module], forward: Callable[[int, tuple, dict[str, Any]], object]
 ) -> Iterator[None]:
-    """Replace each block's forward by ``forward(number, arguments, named)`` within a context."""
+    """Replace each block's forward with ``forward(number, arguments, named)`` inside a context."""
 
     # a lambda made in the loop below would see the loop's last number
     def replacement(number: int) -> Callable[..., object]:
@@ -95,7 +95,9 @@ def forwards_replaced(
 
 
 def shaped_as(out: object, hidden: Tensor, rest: object = None) -> object:
-    """Return hidden states in the form of a block's output: alone, or in a tuple before ``rest``.
+    """Return hidden states in the form of a block's output: alone, or first in a tuple.
+
+    Each further item of the tuple is ``rest``.
 
     >>> shaped_as(("states", "attentions"), "other states")
     ('other states', None)
@@ -111,7 +113,7 @@ def outputs_of(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]
 
 
 def not_padding(batch: Batch) -> Tensor | None:
-    """Return a batch's token mask, flat, with False for padding; None if it has no token mask."""
+    """Return a batch's token mask, flattened, False for padding; None if there is no token mask."""
     mask = batch.get("attention_mask")
     # a mask of four dimensions is for pairs of positions and does not mark padding
     if mask is None or mask.dim() != 2:
@@ -122,7 +124,7 @@ def not_padding(batch: Batch) -> Tensor | None:
 def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
     """Return an activation's tokens that are not padding, (N, F)."""
     flat = x.reshape(-1, x.shape[-1])
-    # an expert sees some of the tokens only, and the mask does not tell which
+    # an expert sees only some of the tokens, and the mask does not tell which
     if keep is None or len(keep) != len(flat):
         return flat
     return flat[keep]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 _MOST_VALUES = 100_000
-"""The limit for a document with its aliases expanded; ten lines of aliases can mean billions."""
+"""The limit for a document with expanded aliases; ten lines can expand to billions of values."""
 
 
 class Loader(yaml.SafeLoader):
@@ -24,9 +24,9 @@ class Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping's node after checking that its keys are single values and not repeated.
+        """Return a mapping's node; raise an error for keys that repeat or are not scalars.
 
-        The check is here because PyYAML later adds the keys of ``<<: *other`` to a mapping's own.
+        The keys are checked here because PyYAML later adds those of ``<<: *other`` to the mapping.
         """
         node = super().compose_mapping_node(anchor)
         earlier: set[str] = set()
@@ -49,7 +49,7 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
         loader: The class that reads it.
 
     Raises:
-        ValueError: It is not YAML, or a document is nested too deeply or too large.
+        ValueError: The text is not YAML, or a document is nested too deeply or too large.
 
     >>> read_yaml("a: 1")
     [{'a': 1}]
@@ -68,14 +68,14 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
 
 
 def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
-    """Return the only document of a YAML text, a mapping; an empty text is an empty mapping.
+    """Return the only document of a YAML text, a mapping; empty text gives an empty mapping.
 
     Args:
         text: The text.
         loader: The class that reads it.
 
     Raises:
-        ValueError: As in `read_yaml`; or the text has several documents, or is not a mapping.
+        ValueError: As for `read_yaml`; or the text has several documents, or is not a mapping.
     """
     documents = read_yaml(text, loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], Mapping):
@@ -87,7 +87,7 @@ def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
 def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
     """Return the number of values in a node; infinity if the node contains itself."""
     if node not in known:
-        known[node] = float("inf")  # until it is counted
+        known[node] = float("inf")  # stays if the node contains itself
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             inner = node.value

@@ -1,7 +1,8 @@
-"""Check whether another distribution has overwritten our packages.
+"""Check whether another distribution has overwritten packages of this library.
 
-Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. pip lets them overwrite
-our ``__init__.py`` without a warning, and removes it when they are uninstalled.
+Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. When they are
+installed, pip overwrites the ``__init__.py`` of our packages without a warning; when they are
+uninstalled, pip removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ._version import __version__
 
 DISTRIBUTION = "model-components"
 PACKAGES = ("heads", "kronecker", "mergekit_lite", "thinker")
-_SIGN = "model_components"  # each __init__.py of ours imports it; a namesake's does not
+_SIGN = "model_components"  # imported by each __init__.py of ours, but not by unrelated packages
 _SHOWN = (
     "torch",
     "transformers",
@@ -49,7 +50,7 @@ def _is_ours(package: str, root: Path) -> bool:
 
 
 def other_distributions(package: str) -> list[str]:
-    """Return the other installed distributions that contain a package of this name."""
+    """Return the other installed distributions that contain a package of the given name."""
     import importlib.metadata  # slow, and needed only if something is wrong
 
     owners = importlib.metadata.packages_distributions().get(package, [])
@@ -80,7 +81,7 @@ def examine(root: Path | None = None) -> list[Finding]:
                 "may have removed it"
             )
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
-        # --force-reinstall, because pip considers ours intact; --no-deps, to leave torch alone
+        # --force-reinstall, because pip considers our packages intact; --no-deps, to keep torch
         findings.append(
             Finding(
                 package, problem, f"{remove}pip install --force-reinstall --no-deps {DISTRIBUTION}"
@@ -90,9 +91,9 @@ def examine(root: Path | None = None) -> list[Finding]:
 
 
 def warn_of_overwritten() -> None:
-    """Warn, at import, of packages that another distribution has overwritten.
+    """Warn about packages that another distribution has overwritten.
 
-    It reads four short files, so it is cheap enough for each import.
+    This reads four short files, which is fast enough to be done at every import.
     """
     root = Path(__file__).parent.parent
     if not all(_is_ours(package, root) for package in PACKAGES):
@@ -107,9 +108,9 @@ class DoctorReport(Report):
     Attributes:
         version: The version of model-components.
         python: The version of Python.
-        dependencies: The installed version of each dependency, or None.
+        dependencies: The installed version of each dependency; None if it is not installed.
         findings: Damaged packages.
-        shared: Intact packages, and the other distributions that have a package of the same name.
+        shared: For each intact package, the other distributions that have a package of its name.
     """
 
     version: str
@@ -135,11 +136,11 @@ class DoctorReport(Report):
         lines = [str(finding) for finding in self.findings]
         for package, others in self.shared.items():
             lines.append(
-                f"{package}: ours, but {', '.join(others)} has a package of that name, too; if it "
-                "is upgraded or uninstalled, ours breaks"
+                f"{package}: intact, but the distribution {', '.join(others)} has a package of "
+                "that name, too; if that distribution is upgraded or uninstalled, ours breaks"
             )
         if not self.findings:
-            lines.append("all four packages are ours")
+            lines.append("all four packages are intact")
         return lines
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_MOST_SHAPES = 4  # sizes taken from a model; a block rarely has more than four different ones
-_ROUNDS = 15  # pairs of timed steps; the median of that many varies by only a few percent
+_MOST_SHAPES = 4  # sizes taken from a model; a block rarely has more than four different sizes
+_ROUNDS = 15  # pairs of timed steps; the median of so many varies by only a few percent
 _WORTH = 0.95  # the largest ratio of fused to eager time at which a fused path is used
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -30,12 +30,12 @@ class KernelRow:
     """The measurement of one fused path at one size.
 
     Attributes:
-        path: The path's name.
+        path: The name of the path.
         shape: (out_features, in_features).
         worst: The largest error divided by its budget, at most 1; None if the path could not be
             tested or is wrong.
-        eager_ms: Median milliseconds of forward and backward by the eager path.
-        fused_ms: Median milliseconds by the fused path.
+        eager_ms: The median milliseconds of forward and backward in the eager path.
+        fused_ms: The median milliseconds of forward and backward in the fused path.
         problem: Why the path was not tested or timed, or is wrong; None if all went well.
     """
 
@@ -48,13 +48,13 @@ class KernelRow:
 
     @property
     def cannot_run(self) -> bool:
-        """Return whether the path could not run, for example because of the size or dtype."""
+        """Whether the path could not run, for example because of the size or dtype."""
         # a path that is wrong has no `worst` either, but it did run
         return self.worst is None and not (self.problem or "").startswith("wrong:")
 
     @property
     def pays(self) -> bool:
-        """Return whether the path is correct, and faster by more than noise."""
+        """Whether the path is correct, and faster by more than noise."""
         if self.problem or self.eager_ms is None or self.fused_ms is None:
             return False
         return self.fused_ms <= _WORTH * self.eager_ms
@@ -65,10 +65,10 @@ class KernelReport(Report):
     """The result of `measure_kernels`.
 
     Attributes:
-        device: Name of the card, or ``"cpu"``.
-        dtype: Dtype of the weights.
+        device: The name of the GPU, or ``"cpu"``.
+        dtype: The dtype of the weights.
         rows: One row for each path and size.
-        written: File that ``impl="auto"`` reads, or None if nothing was timed.
+        written: The path of the file that ``impl="auto"`` reads, or None if nothing was timed.
     """
 
     device: str
@@ -77,7 +77,7 @@ class KernelReport(Report):
     written: str | None
 
     def summary(self) -> list[str]:
-        """Name the device."""
+        """Return a line that names the device and the dtype."""
         return [f"fused paths on {self.device}, {self.dtype}"]
 
     def table(self) -> Table:
@@ -95,12 +95,12 @@ class KernelReport(Report):
         """List the paths that "auto" uses from now on, or explain how to measure."""
         if self.written is None:
             return [
-                'nothing was timed, so impl="auto" is as before; run this command on a machine '
-                "with a CUDA device"
+                'nothing was timed, so impl="auto" chooses as before; run this command on a '
+                "machine with a CUDA device"
             ]
         chosen = sorted(_paying_paths(self.rows))
         taken = ", ".join(chosen) or "none of them"
-        return [f'impl="auto" takes {taken} on this kind of card ({self.written})']
+        return [f'impl="auto" uses {taken} on this model of GPU ({self.written})']
 
 
 def measure_kernels(
@@ -115,8 +115,8 @@ def measure_kernels(
     """Test every fused path against its definition in float64, then time it against the eager path.
 
     The result is written to ``model-components/kernels.json`` in your cache. ``impl="auto"`` reads
-    this file and uses the fused paths that are correct and faster on this kind of card. A result is
-    valid for the same versions of this library, torch and triton. Without a valid result,
+    this file and uses the fused paths that are correct and faster on this model of GPU. A result
+    is valid for the same versions of this library, torch and triton. Without a valid result,
     ``"auto"`` uses the eager path.
 
     Args:
@@ -125,16 +125,16 @@ def measure_kernels(
         shapes: Sizes (out_features, in_features) of weights to time.
         model: A model folder or hub id. The four most frequent sizes of its weights are timed
             instead of ``shapes``.
-        tokens: Rows of the input.
+        tokens: The number of rows of the input.
         dtype: bfloat16, float16 or float32.
         progress: Print each path as it is measured.
 
     Returns:
-        Errors and times.
+        The errors and times of each path and size.
 
     Raises:
-        ValueError: An unknown dtype, a size below 1, a device that is not available, or a folder
-            without safetensors.
+        ValueError: The dtype is unknown, a size is below 1, the device is not available, or the
+            model's folder has no matrices in safetensors files.
 
     >>> report = measure_kernels(device="cpu", shapes=[(8, 8)], tokens=4, dtype="float32")
     >>> report.device, report.written
@@ -169,7 +169,7 @@ def measure_kernels(
 
 
 def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
-    """Return a shape as a tuple; raise unless it is two whole numbers, 1 or more."""
+    """Return a shape as a tuple; raise an error unless it is two whole numbers, 1 or more."""
     from ._checks import is_whole
 
     pair = tuple(shape) if isinstance(shape, (tuple, list)) else ()
@@ -210,7 +210,7 @@ def _measure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> KernelRow:
-    """Test one path at its odd shape, then time it at the given shape."""
+    """Test one path at its ``odd`` shape, then time it at the given shape."""
     from .testing import check_equivalent
 
     problem = path.problem(shape, device, dtype)
@@ -242,7 +242,7 @@ def _is_timed(device: torch.device) -> bool:
 
 
 def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the median milliseconds of forward and backward, eager and fused, timed in turn."""
+    """Return the median milliseconds of forward and backward, first eager and then fused."""
     import torch
 
     inputs: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS + 3):
-        # both in each round, so that a card that warms up slows both alike
+        # both in each round, so that a GPU that slows down as it heats up slows both equally
         for kept, function in zip(times, (trial.eager, trial.fused), strict=True):
             kept.append(timed(function))
     # the first rounds compile and warm up
@@ -271,7 +271,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
-    """Return the names of the paths that pay at every size they support; "auto" skips the rest."""
+    """Return the names of the paths that are correct and faster at every size they support."""
     taken = [row for row in rows if not row.cannot_run]
     names = {row.path for row in taken}
     # "auto" looks a path up by its name only, so one answer must hold for all sizes
@@ -279,7 +279,7 @@ def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
 
 
 def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
-    """Add a card's measurements to the file in the user's cache; return the file's path."""
+    """Add a GPU's measurements to the file in the user's cache; return the file's path."""
     from ._folders import make_folder, write_json
 
     paying = _paying_paths(rows)
@@ -293,7 +293,7 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
         path["times"].append([row.shape, row.eager_ms, row.fused_ms])
     devices = _fused.read_measurements()
     before = devices.get(card)
-    # measurements with other versions are not valid for these
+    # measurements with other versions of the packages are not valid now
     if isinstance(before, dict) and before.get("versions") == _fused.versions():
         paths = {**before.get("paths", {}), **paths}  # keeps paths that were not measured now
     devices[card] = {"versions": _fused.versions(), "paths": paths}
@@ -308,7 +308,7 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
 def set_impl_(model: nn.Module, impl: str) -> int:
     """Set ``impl`` of the layers of this library in a model; return the number of layers set.
 
-    Layers without this path keep their ``impl``. For example, LoRA layers have no fused path.
+    Layers that do not support ``impl`` keep their own. For example, LoRA layers have no fused path.
 
     Args:
         model: The model, whose layers' ``impl`` is changed in place.
@@ -316,7 +316,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
             cannot run, the forward raises an error.
 
     Raises:
-        ValueError: ``model`` is not a module, or no layer has this path.
+        ValueError: ``model`` is not a module, or none of its layers supports ``impl``.
 
     >>> from kronecker import KroneckerLinear
     >>> set_impl_(torch.nn.Sequential(KroneckerLinear(256, 256), torch.nn.ReLU()), "eager")

@@ -27,16 +27,16 @@ def train(
     give it with more --iterations.
 
     Args:
-        task: Name of the task, such as reverse; an unknown name prints the list. Or a file of rows
+        task: Name of a task, such as reverse (an unknown name prints the list), or a file of rows
             with input and answer (JSON lines, JSON, CSV, TSV, parquet). Tasks with an answer at
-            each step, such as hops, are trained from Python with ThinkerTrainer.
+            each step, such as hops, can be trained only from Python, with ThinkerTrainer.
         out: Output folder: a new path, or the folder of a run to continue.
         run_config: Settings of the run.
         samples: Number of held-out samples of each length.
-        fresh: Begin anew instead of continuing what the folder holds.
+        fresh: Start over instead of continuing the run in the folder.
         run_flags: The device, and whether to show progress.
     """
-    # here, for the help of a command must not load torch
+    # imported here, because the help of a command must not load torch
     from . import runs
     from .run_settings import run_of
 
@@ -66,7 +66,7 @@ def evaluate(
             if the model has a latent for each token, otherwise 1, 2, 4, 8, 16 and 32.
         samples: Number of held-out samples of each length.
         seed: Random seed of the data.
-        device: Device that computes, such as cpu or cuda.
+        device: Device to run on, such as cpu or cuda.
     """
     from . import runs
 
@@ -79,8 +79,8 @@ def solve(folder: Path, inputs: tuple[str, ...], /) -> Report:
 
     Args:
         folder: Folder that think train wrote.
-        inputs: Inputs, in quotes if they have spaces: texts as in the file of rows, or, for one of
-            the package's tasks, token ids between spaces.
+        inputs: Inputs, in quotes if they have spaces: texts as in the file of rows, or, for a named
+            task, token ids separated by spaces.
     """
     from . import runs
 

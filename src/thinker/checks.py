@@ -45,18 +45,18 @@ def check_kind(tokens: object, mask: object) -> None:
     """Check that tokens are a tensor, and the mask is one or None."""
     if not isinstance(tokens, Tensor):
         raise ValueError(
-            f"LatentThinker: tokens are {type(tokens).__name__}; expected a tensor of ids (B, L)"
+            f"LatentThinker: tokens are a {type(tokens).__name__}; expected a tensor of ids (B, L)"
         )
     if not isinstance(mask, Tensor | None):
         raise ValueError(
-            f"LatentThinker: the mask is {type(mask).__name__}; expected a tensor (B, L), or None"
+            f"LatentThinker: the mask is a {type(mask).__name__}; expected a tensor (B, L) or None"
         )
 
 
 def check_tokens(
     config: ThinkerConfig, tokens: Tensor, mask: Tensor | None, *, values: bool
 ) -> None:
-    """Check the shape and length of tokens, and with ``values`` the ids."""
+    """Check the shape and length of tokens and, with ``values``, the ids."""
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.shape[1]:
         raise ValueError(
             f"LatentThinker: tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; "
@@ -83,13 +83,13 @@ def check_tokens(
     if config.mixer == "mlp":
         _check_places(config, tokens, mask if values else None)
     if values and tokens.numel():
-        # on a GPU such an id fails an assertion, which is reported somewhere else
+        # on a GPU such an id fails an assertion, which is reported by some later operation
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0 or high >= config.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(
-                f"LatentThinker: token id {wrong}; expected 0 to vocab_size - 1, "
+                f"LatentThinker: a token id is {wrong}; expected 0 to vocab_size - 1, "
                 f"{config.vocab_size - 1}"
             )
 
@@ -116,8 +116,8 @@ def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -
         )
     if config.positions == "aligned":
         raise ValueError(
-            'LatentThinker: inputs_embeds have no separators, which positions="aligned" are '
-            "counted from; expected input_ids, or other positions"
+            'LatentThinker: inputs_embeds have no separators, which positions="aligned" needs; '
+            "expected input_ids, or other positions"
         )
 
 
@@ -173,7 +173,7 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
-    """Return the call's plan, else the config's, else one with all that the model has."""
+    """Return the call's plan, or else the config's, or else one with all the model's operations."""
     if not isinstance(plan, FlowPlan | None):
         raise ValueError(f"LatentThinker: plan is {plan!r}; expected a FlowPlan")
     if plan is None and config.plan is not None:
@@ -195,9 +195,9 @@ def chosen_rows(
 
 
 def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
-    """Check that the model has what the rows look up and write.
+    """Check that the model supports the look-ups and writes of the plan's rows.
 
-    A static memory with gradients is refused, too.
+    Writing to a static memory while gradients are enabled is an error, too.
     """
     if config.memory == "none" and any(row.mem_lookup or row.mem_write for row in rows):
         raise ValueError(
@@ -232,7 +232,7 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
         raise ValueError("LatentThinker: expected one or more labels other than -100, got none")
     if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
-            f"LatentThinker: labels from {int(known.min())} to {int(known.max())}; expected 0 to "
+            f"LatentThinker: labels are {int(known.min())} to {int(known.max())}; expected 0 to "
             f"output_size - 1, {config.output_size - 1}, and -100 where there is no answer"
         )
 
@@ -245,7 +245,7 @@ def check_latents(
     *,
     carried: bool = False,
 ) -> None:
-    """Check that the model can have so many latents, and that a carry fits the input."""
+    """Check that the model supports the number of latents, and that a carry fits the input."""
     n = shape[1]
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(
@@ -260,19 +260,19 @@ def check_latents(
     if config.table_size is not None and n > config.table_size:
         raise ValueError(
             f"LatentThinker: expected n_latent of at most {config.table_size}, the size of the "
-            f'table, got {n}; a model with latent_init="noise" thinks with any number'
+            f'table, got {n}; a model with latent_init="noise" takes any number'
         )
 
 
 def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]:
-    """Return the requested output steps, counted from 1; refuse those without an output."""
+    """Return the requested output steps, counted from 1, or raise an error if one has no output."""
     can = [number for number, row in enumerate(rows, 1) if row.output]
-    # a number alone could mean a step or how many of them
+    # a single number could mean a step or a number of steps
     if isinstance(output_steps, str | int | None):
         if output_steps not in ("last", "all"):
             raise ValueError(
-                f"LatentThinker: output_steps is {output_steps!r}; expected last, all, or a list "
-                f"of some of {can}"
+                f"LatentThinker: output_steps is {output_steps!r}; expected 'last', 'all', or a "
+                f"list of some of {can}"
             )
         return set(can if output_steps == "all" else can[-1:])
     wrong = sorted(set(output_steps) - set(can))

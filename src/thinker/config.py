@@ -26,71 +26,74 @@ _DERIVED: Any = None
 class ThinkerConfig(CheckedModelConfig):
     """The sizes and choices of a `LatentThinker`.
 
-    A model with the defaults learns to copy in seconds on a CPU. To learn to reverse it needs
-    ``from_end=True``, and to learn to add, ``positions="aligned"``.
+    With the defaults, a model learns to copy sequences in seconds on a CPU. To learn to reverse
+    sequences, it needs ``from_end=True``; to learn to add numbers, it needs
+    ``positions="aligned"``.
 
     Args:
         vocab_size: Number of token ids; ids are 0 to ``vocab_size - 1``.
         output_size: Number of answer symbols; default: ``vocab_size``.
-        hidden_size: d, the width of tokens and latents.
+        hidden_size: Width d of token embeddings and latents.
         num_heads: Number of attention heads; must divide ``hidden_size``.
-        mlp_size: Inner width of the SwiGLU; default: 8/3 d, rounded up to a multiple of 8.
+        mlp_size: Inner width of the SwiGLU MLP; default: 8/3 d, rounded up to a multiple of 8.
         layers_per_step: Layers in the shared block; each step runs all of them.
         max_input_length: Maximum input length, in tokens.
         max_output_length: Maximum answer length, in symbols.
-        num_latents: Number of latents if a call does not set it; default: 8. With
-            ``latent_init="table"`` it is also the maximum. With ``"tokens"`` the default is one
-            latent for each token.
+        num_latents: Number of latents, unless a call sets ``n_latent``. Default: 8, or one for each
+            token with ``latent_init="tokens"``. With ``latent_init="table"``, this number is also
+            the maximum.
         latent_init: The initial latents. ``"table"``: a learned vector for each latent (the
             default). ``"noise"``: one shared learned vector, plus N(0, 1) noise for each latent, so
             that a trained model can use more latents than in training. ``"tokens"``: the embedded
             input tokens; the logits of these latents are the answer (the default with ``causal``).
         latent_noise: Standard deviation of the noise that ``latent_init="noise"`` adds.
-        n_step: Number of steps if a call does not set it.
-        plan: The operations of each step if a call does not set them: a `FlowPlan`, or the result
-            of its `to_dict`. Default: every operation that the model has, in every step. A plan
-            without a loop has its own number of steps, which replaces ``n_step``.
-        positions: Position codes of input and answer. ``"learned"``: by index. ``"cyclic"``:
-            learned codes that repeat after ``num_positions``, so that no code is new at any length.
-            ``"rotary"``: the input's keys are rotated (the answer's queries are learned).
-            ``"rotary_2d"``: half of each head is rotated by the row and half by the column of a
-            square grid, which is read row by row. ``"random"``: a sorted random subset of
-            ``num_positions`` learned codes, drawn once for each batch and shared by input and
-            answer (Ruoss et al. 2023). ``"aligned"``: by position within the operand (McLeish et
-            al. 2024); operands end at ``separators``.
-        from_end: Whether to add a learned position code counted from the input's end.
+        n_step: Number of steps, unless a call sets ``n_step``.
+        plan: The operations of each step, unless a call sets ``plan``: a `FlowPlan`, or the
+            dictionary that its `to_dict` returns. Default: every step runs all operations that the
+            model has. A plan without a loop has a fixed number of steps, which replaces ``n_step``.
+        positions: Position codes of input and answer. ``"learned"``: a learned vector for each
+            index. ``"cyclic"``: learned vectors that repeat after ``num_positions``, so that longer
+            inputs need no new ones. ``"rotary"``: the input's keys are rotated, and so are queries
+            of latents that start from tokens; the answer's queries are learned. ``"rotary_2d"``:
+            like ``"rotary"``, but half of each head is rotated by the token's row and half by its
+            column in a square grid, which is read row by row. ``"random"``: a sorted random subset
+            of ``num_positions`` learned codes, drawn once for each batch and shared by input and
+            answer (Ruoss et al. 2023). ``"aligned"``: a learned vector for each position within an
+            operand (McLeish et al. 2024); operands end at ``separators``.
+        from_end: Whether to add a learned code for the position counted from the input's end.
         num_positions: Number of learned codes of ``"random"`` (default: four times the longest
             sequence) or ``"cyclic"`` (default: 4).
         separators: Token ids that end an operand, for ``positions="aligned"``.
         symbols: The symbols of the `RowsTask` that the model is made for. Tasks with other symbols
-            are refused.
-        memory: The memory of past latents' keys and values. ``"none"``: no memory. ``"grow"``: it
-            keeps all. ``"static"``: it writes in place into storage for ``memory_size`` writes
-            (only without gradients).
+            are rejected.
+        memory: The memory of past latents' keys and values. ``"none"``: no memory. ``"grow"``: a
+            memory that keeps every write. ``"static"``: storage for ``memory_size`` writes, which
+            is filled in place (only without gradients).
         memory_size: Capacity of a static memory, in writes.
         num_static_tokens: Number of learned vectors that ``static_mem_lookup`` attends to.
         step_update: How a step combines the latents z and the block's output f(z).
             ``"normalized"``: z + λ (f(z) - z), where z, f(z) and the result have unit RMS and λ is
-            learned for each channel (nGPT, Loshchilov et al. 2024). Latents keep their size, and
-            have converged when they no longer move. ``"replace"``: f(z), a sum that grows with the
-            steps.
+            learned for each channel (nGPT, Loshchilov et al. 2024). The norm of the latents stays
+            the same, and they have converged when they no longer change. ``"replace"``: f(z), whose
+            norm grows with the number of steps.
         step_rate: The initial value of λ.
         step_noise: Standard deviation of the noise that is added to the latents before each step in
-            training. It teaches the steps to correct errors, so that answers stay right in further
-            steps.
-        decoder_self_attention: Whether answer positions attend to each other before the read-out.
+            training. The noise teaches the model to correct errors, so that correct answers stay
+            correct in further steps.
+        decoder_self_attention: Whether answer positions also attend to each other in the read-out.
         causal: Whether latents attend only to their own and earlier tokens; needs
             ``latent_init="tokens"``. If there are fewer latents than tokens, they are the last
             tokens (Perceiver AR, Hawthorne et al. 2022).
         window: With ``latent_init="tokens"``, each latent attends only to positions less than
-            ``window`` away. With 2, these are itself and its neighbors (in a grid, ``"rotary_2d"``,
-            the eight around it), so information moves one position a step. Default: no limit.
+            ``window`` away. With 2, these are its own position and the adjacent ones (with
+            ``"rotary_2d"``, the eight cells around it), so information moves one position per step.
+            Default: no limit.
         mixer: The layer that mixes latents: ``"attention"`` (the default) or, with
             ``latent_init="tokens"``, ``"mlp"``, a token-mixing MLP over the positions. The MLP is
             for inputs of one length without padding, such as grids (TRM, Jolicoeur-Martineau 2025).
         initializer_range: Standard deviation of the initial embeddings, positions, latents and
-            static tokens. With a small value such as 0.02, a model did not learn to copy in the
-            time that the default takes.
+            static tokens. With a small value such as 0.02, a model did not learn to copy within the
+            time that the default needs.
         **rest: Fields of `transformers.PreTrainedConfig`.
 
     Raises:
@@ -129,8 +132,8 @@ class ThinkerConfig(CheckedModelConfig):
     memory_size: MaybeWhole = None
     num_static_tokens: Annotated[int, Range(least=0)] = 0
     step_update: StepUpdate = "normalized"
-    # with 0.5, accuracy falls in further steps: from 0.99 to 0.65 for copying at four times the
-    # steps of training
+    # with 0.5, accuracy drops when a model takes more steps than in training: for copying, from
+    # 0.99 to 0.65 with four times as many steps
     step_rate: Annotated[float, Range(above=0, most=1)] = 0.95
     step_noise: Annotated[float, Range(least=0)] = 0.1
     decoder_self_attention: bool = False
@@ -140,13 +143,13 @@ class ThinkerConfig(CheckedModelConfig):
     initializer_range: Rate = 0.5
 
     def derive(self) -> None:
-        """Derive the fields that are not given from other fields."""
-        # `Task.separators` is a tuple; JSON gives lists back
+        """Fill in the fields that were not given, from the values of other fields."""
+        # `Task.separators` is a tuple, but a config that was saved as JSON has a list
         if isinstance(self.separators, tuple | range):
             self.separators = list(self.separators)
         if self.output_size is None:
             self.output_size = self.vocab_size
-        # fields are checked after this, so a size may still be text
+        # fields are checked after this, so a size may still be a string
         if self.mlp_size is None and is_whole(self.hidden_size):
             self.mlp_size = swiglu_size(self.hidden_size)
         if self.latent_init is None:
@@ -160,14 +163,14 @@ class ThinkerConfig(CheckedModelConfig):
                 self.num_positions = 4 * self.longest
 
     def __setattr__(self, key: str, value: object) -> None:
-        """Set a field; store a plan as plain lists, as in JSON.
+        """Set a field; a plan is converted to plain lists, as in JSON.
 
-        This includes a plan that is given to ``from_pretrained`` or set later.
+        This also applies to a plan that is passed to ``from_pretrained`` or set later.
         """
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
     def problems(self) -> Iterator[str]:
-        """Yield messages about fields that conflict."""
+        """Yield a message for each conflict between fields."""
         yield from self._problems_of_positions()
         yield from self._problems_of_steps()
         yield from self._problems_of_latents()
@@ -232,16 +235,17 @@ class ThinkerConfig(CheckedModelConfig):
         has_other_places = self.causal or self.window is not None or self.num_latents is not None
         if self.mixer == "mlp" and (not self.at_tokens or has_other_places):
             yield (
-                'mixer is mlp, expected latent_init="tokens", and no causal, window or num_latents'
+                'mixer is "mlp", expected latent_init="tokens" and causal=False, without window '
+                "and num_latents"
             )
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether the latents are the input's tokens: their logits are then the answer."""
+        """Whether the latents start from the input's tokens; their logits are then the answer."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:
-        """Return the number of latents for an input of ``length`` tokens if a call sets none."""
+        """Return the default number of latents for an input of ``length`` tokens."""
         if self.at_tokens:
             if self.num_latents is None:
                 return length
@@ -251,7 +255,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def table_size(self) -> int | None:
-        """The maximum number of latents; None unless they start from a table."""
+        """The number of latents in the table of initial latents, or None without a table."""
         if self.latent_init == "table":
             return self.num_latents
         return None

@@ -1,4 +1,4 @@
-"""Random numbers from counters: each number depends only on the given words."""
+"""Counter-based random numbers: each one depends only on the integers that it is computed from."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ _WORD = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """Return 64 bits that depend on all of ``words`` and their order.
+    """Return a 64-bit hash of the integers ``words``, which depends on their order.
 
-    They are mixed by SplitMix64's finalizer (Steele et al. 2014).
+    The integers are mixed by SplitMix64's finalizer (Steele et al. 2014).
 
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)
     """
     state = 0
     for word in words:
-        # SplitMix64's step, 2^64 over the golden ratio; its multipliers follow
+        # the increment of SplitMix64, 2^64 over the golden ratio; its multipliers follow
         state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -24,12 +24,12 @@ def mix(*words: int) -> int:
 
 
 def signed(word: int) -> int:
-    """Return the same 64 bits as a signed integer, as in torch's int64."""
+    """Return 64 bits reinterpreted as a signed integer, as in torch's int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def between(pair: tuple[int, int], word: int) -> int:
-    """Map a word to a number from a pair's first to its last.
+    """Map an integer to one of the numbers from ``pair[0]`` to ``pair[1]``.
 
     >>> between((2, 4), 7)
     3
@@ -38,5 +38,5 @@ def between(pair: tuple[int, int], word: int) -> int:
 
 
 def seed_of(*words: int) -> int:
-    """Return a seed for a generator, which takes 63 bits."""
+    """Return a seed of 63 bits for a generator, computed from the integers ``words``."""
     return mix(*words) >> 1

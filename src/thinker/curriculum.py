@@ -1,6 +1,6 @@
 """`CurriculumDataset`: endless batches of a task.
 
-Each batch is a function of the seed, the process, its number and the schedule's state.
+A batch depends only on the seed, the process's rank, the batch's number and the schedule's state.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .tasks.rows import symbols_of
 from .tasks.task import check_sample
 
 Count = int | tuple[int, int] | Callable[[int], int | tuple[int, int]]
-"""A count of steps or latents: a number, two to draw between, or a function from the longest length
-of a batch to either."""
+"""A number of steps or latents: one number, two numbers to draw between, or a function that returns
+either of these for the longest length in a batch."""
 
 
 StateDict = dict[str, Any]
-"""The state that a resume needs, which `torch.save` can write."""
+"""The state needed to resume a run, in a form that `torch.save` can write."""
 
 
 class Batch(TypedDict):
@@ -38,15 +38,15 @@ class Batch(TypedDict):
     Attributes:
         input_ids: (B, L).
         attention_mask: (B, L).
-        labels: (B, O), or (B, T, O) of each step, with -100 where there is no answer.
-        n_step: Steps to think; not in held-out rows.
-        n_latent: Latents, or None for all; not in held-out rows.
+        labels: (B, O), or (B, T, O) with labels for each step; -100 where there is no answer.
+        n_step: Number of steps; absent from held-out batches.
+        n_latent: Number of latents, or None for the model's default; absent from held-out batches.
         lengths: (B,), the length of each row. This field and those below are present only with
             ``details=True``.
         distance: (B, O), if the task has distances; see `Sample`.
         step: The batch's number.
-        segment: The number of the trainer's segment of these rows, from 0.
-        rank: The process's number.
+        segment: The trainer's segment, from 0: how many batches before this one had the same rows.
+        rank: The process's rank.
     """
 
     input_ids: Tensor
@@ -62,36 +62,38 @@ class Batch(TypedDict):
 
 
 class CurriculumDataset(IterableDataset):
-    """An endless dataset of batches; each holds the arguments of `LatentThinker.forward`.
+    """An endless data set of batches, each with the arguments of `LatentThinker.forward`.
 
-    Batch number ``step`` is a function of (seed, rank, step) and the schedule's state: the stream
-    is the same with any number of workers and after a resume. Changes by `report` take effect
-    ``delay`` batches later, so that batches drawn ahead do not depend on when they were drawn. Use
-    the data set in a `DataLoader` with ``batch_size=None``.
+    Batch number ``step`` depends only on (seed, rank, step) and the schedule's state, so the
+    batches are the same with any number of workers and after a resume. Changes by `report` take
+    effect ``delay`` batches later, so that batches drawn ahead do not depend on when they were
+    drawn. Use the data set in a `DataLoader` with ``batch_size=None``.
 
     Args:
         task: The task to sample.
-        schedule: The schedule of lengths; default: half of the rows at the task's
-            ``default_length`` (20, or the longest of given rows), the others uniform up to it.
-        batch_size: Rows of a batch.
-        n_step: Steps of each batch: one number, two to draw uniformly between, or a function from
-            the batch's longest length to either. Processes draw the same number if their longest
-            lengths are equal.
-        n_latent: Latents of each batch, given as for ``n_step``; default: the model's number.
+        schedule: The schedule of lengths; default: half of the rows have the task's
+            ``default_length`` (20, or that of the longest row of a `RowsTask`), and the others have
+            uniformly drawn lengths up to it.
+        batch_size: Number of rows in a batch.
+        n_step: Number of steps of each batch: one number, two numbers to draw between uniformly, or
+            a function that returns either of these for the longest length in the batch. Processes
+            whose longest lengths are equal draw the same number.
+        n_latent: Number of latents of each batch, given like ``n_step``; default: the model's
+            number.
         holdout: Share of the inputs, chosen by a hash, that training never sees and `held_out`
             returns. The same inputs are held out with every seed. Lengths with fewer than 1000
             different inputs have none held out; for a `RowsTask` the limit is 10, and a
-            `TensorTask` has no limit. With 0, `held_out` draws from all inputs, as for separate
-            test data.
+            `TensorTask` has no limit. With 0, `held_out` draws from all inputs, for example because
+            the test data are separate.
         seed: The seed of all random choices.
-        rank: The process's number in distributed training; each process has its own stream.
+        rank: The process's rank in distributed training; each process has its own batches.
         device: The device of the batches.
         delay: The number of batches after which a report takes effect. It must be at least the
             number of batches that workers draw ahead.
 
     Raises:
         ValueError: A number is out of its range, or the task's samples do not have the shapes and
-            ids that it states.
+            ids that the task declares.
 
     >>> from thinker import make_task
     >>> data = CurriculumDataset(make_task("copy"), Frontier(max_length=5), batch_size=2)
@@ -116,8 +118,8 @@ class CurriculumDataset(IterableDataset):
     ):
         if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
             raise ValueError(
-                f"CurriculumDataset: task {task!r}, schedule {schedule!r}; expected a Task, as "
-                "make_task returns, and a Schedule, such as Frontier(max_length=20)"
+                f"CurriculumDataset: task is {task!r}, schedule is {schedule!r}; expected a Task, "
+                "as make_task returns, and a Schedule, such as Frontier(max_length=20)"
             )
         self.task = task
         of_one_length = task.default_length == 1
@@ -133,7 +135,7 @@ class CurriculumDataset(IterableDataset):
         self.delay = delay
         self.n_step = n_step
         self.n_latent = n_latent
-        # a function is checked at both ends only
+        # a function is checked only at the smallest and the largest length
         for length in (self.schedule.min_length, self.schedule.max_length):
             _pair("n_step", n_step, length)
             _pair("n_latent", n_latent or 1, length)
@@ -168,7 +170,7 @@ class CurriculumDataset(IterableDataset):
         # trainer's reports
         initial = self.schedule.initial()
         # -1 marks a free row. Each batch makes at most one change, which waits for `delay` batches,
-        # so that no row is overwritten that a worker still needs.
+        # so no row that a worker still needs is overwritten.
         self._states = torch.full(
             (2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64
         ).share_memory_()
@@ -176,14 +178,14 @@ class CurriculumDataset(IterableDataset):
 
     @property
     def most_latents(self) -> int | None:
-        """The most latents of a batch; None if the model sets the number."""
+        """The largest number of latents of a batch; None if the model sets the number."""
         if self.n_latent is None:
             return None
         return _pair("n_latent", self.n_latent, self.schedule.max_length)[1]
 
     @property
     def most_steps(self) -> int:
-        """The most steps of a batch of the longest length."""
+        """The largest number of steps of a batch of the longest length."""
         return _pair("n_step", self.n_step, self.schedule.max_length)[1]
 
     def sizes(self, length: int | None = None) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class CurriculumDataset(IterableDataset):
         } | ({} if symbols is None else {"symbols": symbols})
 
     def state_at(self, step: int) -> Tensor:
-        """Return the schedule's state with which batch ``step`` is drawn."""
+        """Return the state of the schedule from which batch ``step`` is drawn."""
         known = self._states[(self._states[:, 0] >= 0) & (self._states[:, 0] <= step)]
         return known[known[:, 0].argmax(), 1:]
 
@@ -217,10 +219,10 @@ class CurriculumDataset(IterableDataset):
         )
 
     def report(self, right: Tensor, total: Tensor, *, step: int) -> None:
-        """Update the schedule with the numbers of right and of all answers of each length.
+        """Update the schedule with the numbers of correct answers and of all answers by length.
 
         Args:
-            right: Numbers of right answers by length, (max_length + 1,).
+            right: Numbers of correct answers by length, (max_length + 1,).
             total: Numbers of all answers by length, (max_length + 1,).
             step: The number of batches trained on; the change takes effect at batch ``step +
                 delay``.
@@ -247,8 +249,8 @@ class CurriculumDataset(IterableDataset):
         newest = float(self._states[:, 0].max())
         if start < newest:
             raise ValueError(
-                f"CurriculumDataset: a change at step {step} after a later one; expected steps in "
-                "order"
+                f"CurriculumDataset: got a change at step {step} after one at a later step; "
+                "expected steps in ascending order"
             )
         row = self._states[
             self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()
@@ -256,7 +258,7 @@ class CurriculumDataset(IterableDataset):
         # no worker may read the row while it is written
         row[0] = -1.0
         row[1:] = state
-        row[0] = start  # last: workers find a row by it
+        row[0] = start  # last, since workers find a row by its start
 
     def batch(self, step: int, *, details: bool = False) -> Batch:
         """Return batch number ``step``.
@@ -269,7 +271,8 @@ class CurriculumDataset(IterableDataset):
         """
         segment = step % self.segments
         first = step - segment  # so that all segments have the same rows
-        # the first word keeps batches (1), checks (2) and held-out rows (3) apart
+        # the first number gives batches (1), checks (2) and held-out rows (3) different random
+        # numbers
         generator = self._generator(1, self.rank, first)
         lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
         sample = self.task.sample(generator, self.batch_size, lengths)
@@ -278,7 +281,8 @@ class CurriculumDataset(IterableDataset):
         longest = int(lengths.max())
         n_latent = None
         if self.n_latent is not None:
-            # by `first`, so that all segments have the same number of latents, as a carry needs
+            # drawn from `first`, so that all segments have the same number of latents, as a carry
+            # needs
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         batch = _rows(sample, lengths, details)
         # without the rank: a process with more steps would keep the others waiting
@@ -291,11 +295,11 @@ class CurriculumDataset(IterableDataset):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the present step on; several workers take turns."""
+        """Yield batches, beginning at the current step; several workers alternate."""
         return self.batches()
 
     def batches(self, *, details: bool = False) -> Iterator[Batch]:
-        """Yield batches from the present step on, with or without details."""
+        """Yield batches, beginning at the current step; see `batch` for ``details``."""
         info = get_worker_info()
         stride = 1
         if info is not None:
@@ -309,7 +313,11 @@ class CurriculumDataset(IterableDataset):
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether given rows of a length are held out; False if the task draws inputs."""
+        """Return whether the task has fixed rows of which some of this length are held out.
+
+        Without a holdout, and beyond the schedule's lengths, all fixed rows count as held out. The
+        result is False if the task draws its inputs.
+        """
         rows = self.task.every(length)
         if rows is None:
             return False
@@ -320,32 +328,33 @@ class CurriculumDataset(IterableDataset):
     def held_out(self, batch: int, length: int, *, seed: int = 0, details: bool = False) -> Batch:
         """Return a batch of held-out inputs of one length.
 
-        If inputs are drawn and none of that length is held out, return any inputs.
+        If the task draws its inputs and none of that length is held out, the batch has any inputs.
 
         Args:
-            batch: Number of rows. Of given rows, each held-out row is returned at most once.
+            batch: Number of rows. If the task has fixed rows, each held-out row is returned at most
+                once, so there may be fewer.
             length: The length of all rows.
             seed: The random seed of the batch.
             details: Whether to add lengths and distances; see `Batch`.
         """
         if batch < 1:
-            raise ValueError(f"CurriculumDataset: held_out of {batch} rows; expected 1 or more")
+            raise ValueError(f"CurriculumDataset.held_out: batch is {batch}; expected 1 or more")
         sample = self._hold_out.sample(self._generator(3, seed, length), batch, length)
         lengths = torch.full((len(sample.tokens),), length, device=self.device)
         return _rows(sample, lengths, details)
 
     def state_dict(self, step: int | None = None) -> StateDict:
-        """Return the state for a resume: the number of batches trained on, the schedule's states.
+        """Return the state for a resume: the number of trained batches and the schedule's states.
 
         Args:
-            step: The number of batches trained on, if workers draw ahead; default: the number drawn
-                here.
+            step: The number of batches trained on, which is needed if workers draw ahead; default:
+                the number of batches drawn from this object.
         """
         step = self.step if step is None else step
         return {"step": step, "states": self._states.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """Return the settings that a resume must have, so that the same batches follow."""
+        """Return the settings that must not change at a resume, so that the same batches follow."""
         task, schedule = (
             re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
         )
@@ -354,7 +363,7 @@ class CurriculumDataset(IterableDataset):
             "task": task,
             "rows_checksum": self._rows_checksum,
             "schedule": schedule,
-            # functions are compared by their values at both ends
+            # functions are compared by their values at the smallest and the largest length
             "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
             # 1 stands for None, with which the model sets the number
             "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in ends],
@@ -382,21 +391,21 @@ class CurriculumDataset(IterableDataset):
         return found[0] if found[0] == found[1] else ""
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a state of `state_dict`.
+        """Continue from a state that `state_dict` returned.
 
         Raises:
             ValueError: The state has another task, schedule, seed, batch size, holdout, delay or
                 number of segments, or other numbers of steps or latents.
         """
         for name, value in self._identity().items():
-            # a name that an older state lacks is taken to be the same
+            # a setting that an older state lacks counts as unchanged
             if state.get(name, value) != value:
                 raise ValueError(
                     f"CurriculumDataset: the state has {name} {state[name]}; expected {value}, as "
                     "this data set has"
                 )
         self.step = state["step"]
-        # in place, for workers share it
+        # in place, since workers share this tensor
         self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))
 
     def _generator(self, *words: int) -> torch.Generator:
@@ -415,13 +424,13 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
         where = f" at length {length}" if callable(count) else ""
         raise ValueError(
             f"CurriculumDataset: {name} is {value!r}{where}; expected a whole number, 1 or more, "
-            "or two in ascending order"
+            "or two such numbers in ascending order"
         )
     return pair[0], pair[1]
 
 
 class DetailedBatches(IterableDataset):
-    """A `CurriculumDataset` whose batches have details, for a trainer's loader."""
+    """The batches of a `CurriculumDataset`, with details, for a trainer's loader."""
 
     def __init__(self, data: CurriculumDataset):
         self.data = data

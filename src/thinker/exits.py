@@ -1,4 +1,4 @@
-"""`ExitRule`: a rule for stopping rows early; rows that stopped leave the batch.
+"""`ExitRule`: a rule that stops rows of a batch early; rows that stopped leave the batch.
 
 Shapes: B batch, n latents, d width, T steps.
 """
@@ -18,20 +18,24 @@ from .flow import FlowRow
 from .memory import Memory
 from .state import Context, ThinkerState, Thought
 
-_CROWD = 7 / 8  # dropping rows copies keys and values: it pays once an eighth of them has stopped
+# dropping rows copies keys and values, which pays off once 1/8 of the rows have stopped
+_CROWD = 7 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRule(CheckedConfig):
-    """A rule for stopping rows early, in evaluation; rows that stopped leave the batch.
+    """A rule that stops rows of a batch early, in evaluation.
+
+    Rows that stopped leave the batch.
 
     Args:
         threshold: Stop a row when ‖z - z'‖ / ‖z'‖ is below it for every latent, where z' is the
-            latent before the step. `ThinkerOutput.residuals` shows the usual values.
+            latent before the step. `ThinkerOutput.residuals` has these values for each step, as a
+            guide.
         min_steps: The first step at which a row may stop. A row stops only at a step that outputs.
 
     Raises:
-        ValueError: A number out of its range.
+        ValueError: A number is out of its range.
 
     >>> ExitRule(min_steps=4).threshold
     0.03
@@ -55,10 +59,10 @@ class Exits:
     """The bookkeeping of one call of `LatentThinker.think` with an `ExitRule`.
 
     Args:
-        rule: When a row stops.
+        rule: The rule that decides when a row stops.
         context: The context of all rows.
-        state: Their state before the first step.
-        num_steps: The most steps.
+        state: The state of all rows before the first step.
+        num_steps: The maximum number of steps.
     """
 
     SAME = object()  # the batch stays as it is
@@ -70,9 +74,9 @@ class Exits:
         self.context = context
         self.places = context.places
         self.num_steps = num_steps
-        # the index in the whole batch of each present row
+        # for each row that is still in the batch, its index in the original batch
         self.rows = torch.arange(batch, device=device)
-        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # of the present rows
+        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # which of them still run
         self.latents = state.latents.clone()
         self.steps = torch.full((batch,), num_steps, device=device)
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
@@ -90,10 +94,11 @@ class Exits:
     def step(
         self, number: int, row: FlowRow, latents: Tensor, memory: Memory | None, residual: Tensor
     ) -> Any:
-        """Record a step.
+        """Record a step, and find out which rows stop at it.
 
-        Return `SAME` if the batch stays the same, or (context, latents, memory) of the rows that
-        remain, or None if none remain.
+        Returns:
+            `SAME` if the batch stays the same, None if no row remains, otherwise the context, the
+            latents and the memory of the remaining rows.
         """
         self.residuals[self.rows, number - 1] = torch.where(self.going, residual.float(), 0.0)
         if number == self.num_steps:
@@ -126,7 +131,8 @@ class Exits:
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
         """Return the result of every row.
 
-        It has no memory, because rows that stopped at different steps wrote different amounts.
+        The result has no memory, because rows that stopped at different steps wrote different
+        amounts.
         """
         return Thought(
             state=ThinkerState(self.latents, None, self.places),

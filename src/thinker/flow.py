@@ -17,8 +17,8 @@ class FlowRow(NamedTuple):
 
     Their order is: read, static look-up, memory look-up, self-attention, MLP, write, output.
 
-    Every step runs the MLP, and self-attention unless a row turns it off. A row without further
-    operations neither reads nor writes: it only thinks.
+    Every step runs the MLP, and self-attention unless a row turns it off. A row that selects no
+    further operation neither reads nor writes.
     """
 
     read_input: bool = False
@@ -38,19 +38,20 @@ _FALSE = {"", "0", "-", "false", "no"}
 
 @dataclass(frozen=True)
 class FlowPlan:
-    """The plan of all steps: first rows, rows that repeat as often as needed, and last rows.
+    """A plan of the operations of all steps, with one row for each step.
 
+    First rows are followed by rows that repeat as often as needed (the loop), and by last rows.
     Without a loop the plan has a fixed number of steps. A memory look-up sees what earlier steps
     wrote; before the first write it does nothing.
 
     Args:
         prologue: First rows. Each is a `FlowRow`, a list of 1s and 0s in its order, or a mapping
             from columns to 1 and 0.
-        loop: Rows repeated in the middle, so that one plan serves many numbers of steps.
+        loop: Rows that repeat in the middle, so that one plan works for many numbers of steps.
         epilogue: Last rows.
 
     Raises:
-        ValueError: There is no row, no row outputs, or the last row does not output.
+        ValueError: There are no rows, a row is invalid, or the last row does not output.
 
     >>> print(FlowPlan.read_once(4))
     | step | read_input | mem_lookup | mem_write | static_mem_lookup | output |
@@ -109,7 +110,9 @@ class FlowPlan:
     def read_once(
         cls, n_step: int | None = None, *, memory: bool = True, static: bool = False
     ) -> FlowPlan:
-        """Return a plan of two or more steps that reads in the first and outputs in the last.
+        """Return a plan that reads only in the first step and outputs only in the last.
+
+        The plan has two or more steps.
 
         Args:
             n_step: Fixed number of steps; default: any number from 2.
@@ -152,7 +155,7 @@ class FlowPlan:
             )
         drawn = torch.rand(n_step, len(COLUMNS), generator=generator) < p
         rows = [FlowRow(*row) for row in drawn.tolist()]
-        # else a plan could answer without ever having read
+        # otherwise a plan could output without ever reading the input
         rows[0] = rows[0]._replace(read_input=True)
         rows[-1] = rows[-1]._replace(output=True)
         return cls(tuple(rows))
@@ -162,12 +165,13 @@ class FlowPlan:
         """Make a plan from a Markdown table.
 
         Args:
-            table: The table. Its first line names the columns; a missing column counts as 0,
-                ``self_attention`` as 1. Cells are 1 or 0, or x or empty. Rows whose ``step`` ends
-                in * are the loop.
+            table: The table. Its first line names the columns. A missing column counts as 0, except
+                ``self_attention``, which counts as 1. Cells are 1 or 0, or x or empty. Rows whose
+                ``step`` ends in * form the loop.
 
         Raises:
-            ValueError: A column is unknown, or a cell is neither 1 nor 0.
+            ValueError: A column is unknown or repeated, a cell is neither 1 nor 0, a row has too
+                many or too few cells, or the rows of the loop are not adjacent.
 
         >>> FlowPlan.from_table('''
         ... step | read_input | output
@@ -178,7 +182,7 @@ class FlowPlan:
         True
         """
         if not isinstance(table, str):
-            raise ValueError(f"FlowPlan.from_table: table is {table!r}; expected text")
+            raise ValueError(f"FlowPlan.from_table: table is {table!r}; expected a string")
         rows = _rows_of(table)
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
         # as `print` marks the loop, so a printed plan can be read back
@@ -189,43 +193,43 @@ class FlowPlan:
         end = marked[-1] + 1
         if len(marked) != end - first:
             raise ValueError(
-                "FlowPlan.from_table: rows marked with * have others between them; expected one "
-                "loop"
+                "FlowPlan.from_table: rows marked with * have other rows between them; expected "
+                "one loop, of adjacent rows"
             )
         return cls(steps[:first], steps[first:end], steps[end:])
 
     @property
     def uses_memory(self) -> bool:
-        """Return whether a step looks up or writes the memory."""
+        """Whether any step looks up or writes the memory."""
         return any(
             row.mem_lookup or row.mem_write for row in self.prologue + self.loop + self.epilogue
         )
 
     @property
     def uses_static(self) -> bool:
-        """Return whether a step looks up static tokens."""
+        """Whether any step looks up static tokens."""
         return any(row.static_mem_lookup for row in self.prologue + self.loop + self.epilogue)
 
     @property
     def min_steps(self) -> int:
-        """The fewest steps that the plan allows."""
+        """The smallest number of steps that the plan allows."""
         # a plan that is only a loop runs the whole loop once
         return self._ends_in_output(len(self.prologue) + len(self.epilogue) or len(self.loop))
 
     def num_steps(self, usual: int) -> int:
-        """Return the number of steps that the plan takes for a usual number of steps.
+        """Return a number of steps that the plan allows, ``usual`` if possible.
 
-        With a loop, this is the first number from ``usual`` on whose last step outputs. Without a
-        loop, it is the plan's fixed number.
+        With a loop, this is the smallest number, ``usual`` or more, whose last step outputs.
+        Without a loop, it is the plan's fixed number.
         """
         if self.loop:
             return self._ends_in_output(max(usual, self.min_steps))
         return self.min_steps
 
     def _ends_in_output(self, n: int) -> int:
-        """Return the first number of steps from ``n`` on whose last step outputs.
+        """Return the smallest number of steps, ``n`` or more, whose last step outputs.
 
-        There is one, since the last row of a plan always outputs.
+        Such a number exists, since the last row of a plan always outputs.
         """
         while not self._cut(n)[-1].output:
             n += 1
@@ -235,8 +239,8 @@ class FlowPlan:
         """Return the row of each step.
 
         Args:
-            n_step: The number of steps; default: the fewest. A loop of several rows is cut where
-                the epilogue must begin.
+            n_step: The number of steps; default: `min_steps`. The last repetition of a loop of
+                several rows is cut short if the epilogue must begin.
 
         Raises:
             ValueError: The plan does not allow the number of steps, or the last step would not
@@ -258,7 +262,7 @@ class FlowPlan:
     def _cut(self, n: int) -> tuple[FlowRow, ...]:
         room = n - len(self.prologue) - len(self.epilogue)
         return (
-            # -(-a // b) rounds up: enough rounds to fill the room, the last one cut
+            # -(-a // b) rounds up: enough repetitions to fill the steps, the last one cut short
             self.prologue + (self.loop * -(-room // max(1, len(self.loop))))[:room] + self.epilogue
         )
 
@@ -302,7 +306,7 @@ class FlowPlan:
 
 
 def _rows_of(table: str) -> list[Mapping[str, object]]:
-    """Return the rows of a Markdown table, by column."""
+    """Return the rows of a Markdown table as mappings from columns to cells."""
     lines = [line.strip() for line in table.splitlines() if line.strip()]
     # if the first line has an outer bar, all lines have one
     for bar in (str.removeprefix, str.removesuffix):
@@ -313,13 +317,13 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
         return []
     names = [c.lower() for c in cells[0]]
     cells = cells[1:]
-    # a dict would silently keep only the last of two
+    # a dict would silently keep only the last of two columns with the same name
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
                 f"FlowPlan.from_table: two columns are called {name!r}; expected each once"
             )
-    # two dashes at least: a single one is a cell that means no
+    # two dashes at least: a single one is a cell that means 0
     if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):
         cells = cells[1:]
     rows: list[Mapping[str, object]] = []
@@ -333,7 +337,7 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
 
 
 def _row(row: object) -> FlowRow:
-    """Convert the values of a step, in the columns' order or by column, to a `FlowRow`."""
+    """Convert a step's values, a sequence or a mapping from columns, to a `FlowRow`."""
     if isinstance(row, FlowRow):
         return FlowRow(*map(bool, row))
     if not isinstance(row, Mapping):
@@ -350,5 +354,5 @@ def _row(row: object) -> FlowRow:
 def _cell(value: object) -> bool:
     text = str(int(value) if isinstance(value, bool) else value).strip().lower()
     if text not in _TRUE | _FALSE:
-        raise ValueError(f"FlowPlan: cell {value!r}; expected 1 or 0")
+        raise ValueError(f"FlowPlan: a cell is {value!r}; expected 1 or 0")
     return text in _TRUE

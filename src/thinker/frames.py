@@ -15,8 +15,8 @@ from .functional import Band, Turn
 from .state import Context
 
 _BAND = 16
-"""A band is used if there are at least so many keys for each position of its width. From there on,
-it was at least as fast as torch's attention with a mask on the CPU that we measured on."""
+"""The number of keys per position of a band's width from which a band is used. From this number on,
+a band was at least as fast as torch's attention with a mask on the CPU where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Frame:
         before: Tensor,  # (B, n, d)
         after: Tensor,  # (B, n, d)
     ) -> Tensor:  # (B,)
-        """Return ‖after - before‖ / ‖before‖ of the latent that moved most, without padding.
+        """Return ‖after - before‖ / ‖before‖ of the latent that moved most, ignoring padding.
 
         A norm over all latents would be small for a long row in which a few latents still change.
         """
@@ -56,7 +56,7 @@ class Frame:
             return share.amax(1)
 
     def memory(self, length: int) -> Tensor | None:
-        """Return the mask of a memory look-up: `own`, repeated for each write."""
+        """Return the mask of a memory look-up: `own`, if any, repeated for each write."""
         if self.own is None:
             return None
         own = self.own.mask() if isinstance(self.own, Band) else self.own
@@ -65,7 +65,7 @@ class Frame:
 
 
 def plain_frame(context: Context) -> Frame:
-    """Return a frame in which latents attend to all latents and to all of the input but padding."""
+    """Return a frame in which latents attend to all latents and all input tokens but padding."""
     return Frame(None if context.mask is None else context.mask[:, None, None])
 
 
@@ -95,7 +95,7 @@ def token_frame(
         read, own = (_band(context, n, keys, window - 1, ahead) for keys in (length, n))
         return Frame(read, own, turned, real)
     place = torch.arange(length, device=context.index.device)
-    # a latent's position minus a token's: 0 is its own token, below 0 a later one
+    # a latent's position minus a token's: 0 for its own token, negative for later tokens
     after = place[-n:, None] - place  # (n, L)
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
     where = context.index if is_grid else place[None, :, None]
@@ -109,7 +109,7 @@ def token_frame(
         read = near[:, None]
     else:
         read = near[:, None] & context.mask[:, None, None] | (after == 0)
-    # the latents are the last n of the tokens that `read` has as columns
+    # the columns of `read` are tokens, and the latents are the last n of them
     return Frame(read, read[..., -n:], turned, real)
 
 
@@ -123,7 +123,7 @@ def _is_band(length: int, window: int, causal: bool) -> bool:
 
 
 def _band(context: Context, n: int, num_keys: int, behind: int, ahead: int) -> Band:
-    """Return the `Band` of the last n tokens over the last ``num_keys`` tokens."""
+    """Return the `Band` with which the last n tokens attend to the last ``num_keys`` tokens."""
     length = context.shape[1]
     device = context.index.device
     own = torch.arange(length - n, length, device=device)

@@ -1,6 +1,4 @@
-"""The pure functions of a thinker.
-
-Attention over keys and values that are already projected, and codes of position.
+"""Pure functions of a thinker: attention over projected keys and values, and rotary positions.
 
 Shapes: B batch, H heads, h = d / H, n queries, m keys, d width.
 """
@@ -28,17 +26,18 @@ def attention(
 ) -> Tensor:  # (B, n, d)
     """Compute softmax(q kᵀ / √h) v for each head, and concatenate the heads.
 
-    Torch's fused kernel is used if there is one.
+    Torch's ``scaled_dot_product_attention`` computes it, unless ``mask`` is a `Band`.
 
     Args:
         query: Queries.
         keys: Keys.
         values: Values.
-        mask: True where a query attends to a key; default: everywhere. Each query needs at least
-            one key.
+        mask: True where a query attends to a key, or a `Band`; default: everywhere. Each query
+            needs at least one key.
 
     Raises:
-        ValueError: Keys and values differ in shape, or their heads differ from the queries'.
+        ValueError: Keys and values differ in shape, queries and keys differ in the number or size
+            of heads, or a tensor does not have four axes.
 
     Source: Vaswani et al. 2017, section 3.2.1.
 
@@ -53,12 +52,12 @@ def attention(
         or query.shape[1::2] != keys.shape[1::2]
     ):
         raise ValueError(
-            f"attention: query {list(query.shape)}, keys {list(keys.shape)}, values "
+            f"attention: query has shape {list(query.shape)}, keys {list(keys.shape)}, values "
             f"{list(values.shape)}; expected (B, H, n, h), (B, H, m, h) and the keys' shape"
         )
     if isinstance(mask, Band):
         return mask.attend(query, keys, values)
-    # only torch's plain kernel has forward-mode derivatives
+    # only torch's math kernel has forward-mode derivatives
     with sdpa_kernel(SDPBackend.MATH) if transforming() else nullcontext():
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return output.transpose(1, 2).flatten(2)
@@ -66,7 +65,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Band:
-    """The keys near each query: from ``behind`` positions before its own to ``ahead`` after.
+    """The keys near each query: from ``behind`` positions before it to ``ahead`` after it.
 
     The last query has the position of the last key. Time and memory are O(n W), where W is the
     width of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).
@@ -88,7 +87,7 @@ class Band:
         keys: Tensor,  # (B, H, m, h), m >= n
         values: Tensor,  # (B, H, m, h)
     ) -> Tensor:  # (B, n, d)
-        """Return the result of `attention` with `mask`."""
+        """Compute `attention` from each query to the keys in its band."""
         n = query.shape[2]
         start = keys.shape[2] - n
         keys, values = (F.pad(x, (0, 0, self.behind, self.ahead)) for x in (keys, values))
@@ -119,14 +118,14 @@ class Band:
 
 
 Turn = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles of `rotate`, each (B or 1, n, h / 2)."""
+"""Cosines and sines of the angles by which `rotate` rotates, each (B or 1, n, h / 2)."""
 
 
 def rotate(
     x: Tensor,  # (B, H, n, h)
     turn: Turn,
 ) -> Tensor:  # (B, H, n, h)
-    """Turn each pair (x_i, x_{i + h/2}) by its angle (rotary positions, Su et al. 2021).
+    """Rotate each pair (x_i, x_{i + h/2}) by its angle (rotary positions, Su et al. 2021).
 
     >>> quarter = torch.full((1, 1, 1), torch.pi / 2)
     >>> rotate(torch.ones(1, 1, 1, 2), (quarter.cos(), quarter.sin())).round()
@@ -138,17 +137,17 @@ def rotate(
 
 
 def angles(
-    positions: Tensor,  # (..., n), whole or real
+    positions: Tensor,  # (..., n), integer or float
     size: int,
     *,
     base: float = 10_000.0,
 ) -> Tensor:  # (..., n, size), float32
-    """Return the angles that `rotate` turns by: position * base^(-i / size), i = 0 .. size - 1.
+    """Return the angles for `rotate`: position * base^(-i / size) for i = 0 .. size - 1.
 
     >>> angles(torch.tensor([0, 2]), 2, base=100.0)
     tensor([[0.0000, 0.0000],
             [2.0000, 0.2000]])
     """
-    # in float64 and then rounded once, as the definition has them
+    # computed in float64 and rounded once
     frequencies = base ** -(torch.arange(size, device=positions.device, dtype=torch.float64) / size)
     return positions.float()[..., None] * frequencies.float()

@@ -1,4 +1,4 @@
-"""The inputs that training never sees: a share of them, chosen by hash."""
+"""The hold-out: a share of a task's inputs, chosen by a hash, that training never sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .counters import signed
 from .tasks.task import Sample, Task, row_key, row_words
 
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
-# the same for given rows: with fewer inputs, all of a length might be held out
+# the same for tasks with fixed rows: with fewer inputs, all of a length might be held out
 _ENOUGH_GIVEN = 10
 
 
@@ -17,7 +17,7 @@ class HoldOut:
     """The share of a task's inputs that is held out of training.
 
     Args:
-        task: The task. Given rows are held out by their `Sample.key`.
+        task: The task. Rows with a `Sample.key` are chosen by it, other rows by their tokens.
         share: The share of the inputs of each length; 0: none.
         longest: The longest length in training.
         device: The device of the samples.
@@ -37,7 +37,7 @@ class HoldOut:
             share > 0 and task.num_samples(n) >= enough for n in range(task.min_length, longest + 1)
         ]
         self.lengths = torch.tensor([False] * task.min_length + has_enough, device=device)
-        self._words = row_words(task.input_length(longest), device)  # the same whatever the seed
+        self._words = row_words(task.input_length(longest), device)  # the same with every seed
 
     def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
         """Return a mask of the rows that are held out."""
@@ -54,7 +54,7 @@ class HoldOut:
         return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
 
     def replaced(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
-        """Replace the held-out rows of a training sample by other rows, and return the sample.
+        """Replace the held-out rows of a training sample with other rows, and return the sample.
 
         Raises:
             ValueError: All inputs of a length are held out.
@@ -67,7 +67,8 @@ class HoldOut:
             if not len(wrong):
                 return sample
             these = lengths[wrong]
-            if self.task.by_step:  # and a row of the longest length, for the same number of steps
+            # with a row of the longest length, targets have the same number of steps
+            if self.task.by_step:
                 these = torch.cat([these, lengths.amax()[None]])
             again = self.task.sample(generator, len(these), these).rows(
                 torch.arange(len(wrong), device=wrong.device)
@@ -79,7 +80,7 @@ class HoldOut:
                     # keys have no columns
                     whole[wrong] = part
                     continue
-                # without the longest rows, those drawn again are narrower than the batch
+                # without a row of the longest length, the new rows are narrower than the batch
                 width = part.shape[-1]
                 if self.task.pads_left:
                     columns = slice(whole.shape[-1] - width, None)
@@ -95,10 +96,11 @@ class HoldOut:
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
         """Draw held-out rows, or any rows if none of that length are held out.
 
-        Of given rows, return each held-out row at most once.
+        If the task has fixed rows, each held-out row is returned at most once.
 
         Raises:
-            ValueError: None of the given rows is held out, or none has that length.
+            ValueError: The task has fixed rows, none of which has that length and is held out; or
+                too few held-out inputs were found.
         """
         given = self.task.every(length)
         if given is not None:
@@ -108,7 +110,7 @@ class HoldOut:
         samples: list[Sample] = []
         missing = batch
         for _ in range(1000):
-            # the number expected to be enough, a fifth more, and 16 for when few are missing
+            # the expected number of draws, a fifth more, and 16 more in case few rows are missing
             many = int(missing / self.share * 1.2) + 16
             drawn = self.task.sample(generator, many, length)
             chosen_rows = self.rows(
@@ -140,8 +142,8 @@ class HoldOut:
             which = torch.arange(len(lengths), device=generator.device)
         if not len(which):
             raise ValueError(
-                f"CurriculumDataset: expected held-out rows of length {length}, got none of "
-                f"{len(lengths)}; add rows with different inputs, or raise holdout"
+                f"CurriculumDataset: expected held-out rows of length {length}, got none among "
+                f"{len(lengths)} rows; add rows with different inputs, or raise holdout"
             )
         return rows.rows(
             which[torch.randperm(len(which), generator=generator, device=generator.device)[:batch]]

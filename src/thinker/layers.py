@@ -1,4 +1,4 @@
-"""Modules of a thinker: attention over projected keys, the step's layer, the read-out.
+"""Modules of a thinker: attention, the layer that a step runs, and the read-out.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H.
 """
@@ -16,12 +16,15 @@ from .memory import KeysValues
 
 
 def make_norm(config: ThinkerConfig) -> nn.LayerNorm:
-    """Return a layer norm, which is one kernel on a CPU; torch composes an RMS norm of several."""
+    """Return a layer norm.
+
+    On a CPU it is one kernel, whereas torch composes an RMS norm of several.
+    """
     return nn.LayerNorm(config.hidden_size, bias=False)
 
 
 class Attention(nn.Module):
-    """Multi-head attention in two halves: keys and values are projected once, queries each time."""
+    """Multi-head attention whose keys and values are projected once and used in many calls."""
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
@@ -36,9 +39,9 @@ class Attention(nn.Module):
     def project(
         self,
         source: Tensor,  # (B, L, d)
-        turn: Turn | None = None,  # of L places
+        turn: Turn | None = None,  # for L positions
     ) -> KeysValues:  # (B, H, L, h) twice
-        """Project the keys and values of ``source``."""
+        """Project ``source`` to keys and values."""
         projected = self.key_value(self.source_norm(source)).unflatten(-1, (2, self.num_heads, -1))
         # (B, L, 2, H, h) to (2, B, H, L, h)
         keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)
@@ -49,20 +52,20 @@ class Attention(nn.Module):
         x: Tensor,  # (B, n, d)
         keys_values: KeysValues,
         mask: Tensor | Band | None = None,
-        turn: Turn | None = None,  # of n places
+        turn: Turn | None = None,  # for n positions
     ) -> Tensor:  # (B, n, d)
-        """Attend from ``x`` to the keys and values of `project`."""
+        """Attend from ``x`` to keys and values that `project` returned."""
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         if turn is not None:
             query = rotate(query, turn)
-        # answer queries and static tokens have one row, which the whole batch shares
+        # answer queries and static tokens have a batch size of 1, and all inputs share them
         (batch,) = torch.broadcast_shapes(x.shape[:1], keys_values[0].shape[:1])
         query, keys, values = (t.expand(batch, -1, -1, -1) for t in (query, *keys_values))
         return self.out(attention(query, keys, values, mask=mask))
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of ``x`` to itself, with one projection."""
+    """Multi-head self-attention, with one projection for queries, keys and values."""
 
     def __init__(self, config: ThinkerConfig):
         super().__init__()
@@ -76,7 +79,7 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,  # (B, n, d)
         mask: Tensor | Band | None = None,
-        turn: Turn | None = None,  # of n places
+        turn: Turn | None = None,  # for n positions
     ) -> Tensor:  # (B, n, d)
         """Attend from ``x`` to itself."""
         projected = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
@@ -131,8 +134,8 @@ class SwiGLU(nn.Module):
 class ThinkLayer(nn.Module):
     """One layer of the shared block: read, static look-up, memory look-up, self-attention, MLP.
 
-    A plan's row selects the operations. With ``mixer="mlp"`` a token-mixing MLP replaces
-    self-attention.
+    A step's row in the `FlowPlan` selects the operations. With ``mixer="mlp"`` a token-mixing MLP
+    replaces self-attention.
     """
 
     def __init__(self, config: ThinkerConfig):
@@ -159,7 +162,7 @@ class ThinkLayer(nn.Module):
         self_mask: Tensor | Band | None = None,
         turn: Turn | None = None,
     ) -> Tensor:  # (B, n, d)
-        """Run the operations that ``row`` selects; a look-up in an empty memory is skipped."""
+        """Run the operations that ``row`` selects, except a look-up in an empty memory."""
         if row.read_input:
             z = z + self.read(z, read, read_mask, turn)
         if row.static_mem_lookup and static is not None:
@@ -198,7 +201,7 @@ class Readout(nn.Module):
         latents: Tensor,  # (B, n, d)
         queries: Tensor | None,  # (1, O, d); None if the latents are the answer
     ) -> Tensor:  # (B, O, output_size)
-        """Compute the logits."""
+        """Compute the logits of the answer."""
         x = latents
         if queries is not None:
             x = queries + self.look(queries, self.look.project(latents))

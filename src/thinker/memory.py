@@ -1,6 +1,6 @@
 """Memory of past latents: their keys and values in every layer.
 
-A step writes them once, and later steps look them up.
+A step writes its keys and values once, and later steps attend to them.
 
 Shapes: B batch, H heads, n latents, h = d / H; keys and values are (B, H, writes · n, h).
 """
@@ -60,10 +60,10 @@ class GrowMemory(Memory):
     """A memory that keeps every write."""
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """Append a step's keys and values."""
+        """Return a memory with a step's keys and values appended."""
         if not self.layers:
             return type(self)(layers)
-        # new tensors each time: an older carry, and autograd, keep theirs
+        # new tensors each time, since an older carry and autograd still use the old ones
         joined = zip(self.layers, layers, strict=True)
         return type(self)(
             [(torch.cat([k, a], 2), torch.cat([v, b], 2)) for (k, v), (a, b) in joined]
@@ -84,8 +84,8 @@ class _Room:
 class StaticMemory(Memory):
     """A memory that writes in place into storage for ``size`` writes.
 
-    It is for inference, where `GrowMemory` would copy. The memories of a run share the storage, and
-    only the newest can be written to.
+    Use it for inference, where `GrowMemory` would copy all earlier writes in each step. The
+    memories of successive steps share the storage, and only the newest can be written to.
     """
 
     def __init__(self, size: int, room: _Room | None = None, filled: int = 0):
@@ -145,13 +145,13 @@ class StaticMemory(Memory):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
         """Return a memory with its own storage, to which ``change`` was applied."""
-        # copied: what a change returns, such as a detached tensor, may be the same storage
+        # copied, since `change` may return a tensor with the same storage, such as a detached one
         layers = tuple((change(k).clone(), change(v).clone()) for k, v in self.room.layers)
         return StaticMemory(self.size, _Room(layers, self.filled), self.filled)
 
 
 def make_memory(config: ThinkerConfig) -> Memory | None:
-    """Return an empty memory of the configured kind, or None."""
+    """Return an empty memory of the configured kind, or None with ``memory="none"``."""
     if config.memory == "grow":
         return GrowMemory()
     if config.memory == "none":

@@ -1,6 +1,6 @@
 """`LatentThinker`: latents read an input, think for n steps with a memory, and are decoded.
 
-All steps share one block.
+All steps share one block of layers.
 
 Shapes: B batch, n latents, L input length, O answer length, d width, H heads, h = d / H, T steps.
 """
@@ -42,18 +42,18 @@ from .state import Context, ThinkerOutput, ThinkerState, Thought
 
 
 class LatentThinker(CompleteModel):
-    """A model whose latents read an input once, think for n steps, and answer.
+    """A model whose latents read an input, think for n steps, and are decoded to an answer.
 
     All tensors are batch first. The input's keys and values are projected once, and every step
-    reads them. Each call can set the numbers of steps and latents. A model whose latents start from
-    noise can use more latents than in training.
+    reads them. Each call can set the numbers of steps and latents. If latents start from noise, a
+    call can use more of them than training did.
 
     Args:
-        config: Sizes and choices, or None.
+        config: The model's config; default: a config made from ``fields``.
         **fields: Fields of `ThinkerConfig`, instead of a config.
 
     Raises:
-        ValueError: Both a config and fields are given, or `ThinkerConfig` refuses a value.
+        ValueError: Both a config and fields are given, or `ThinkerConfig` rejects a value.
 
     >>> model = LatentThinker(vocab_size=16, max_input_length=8, max_output_length=8).eval()
     >>> out = model(torch.zeros(2, 5, dtype=torch.long), n_step=3, out_len=4)
@@ -72,7 +72,8 @@ class LatentThinker(CompleteModel):
     def __init__(self, config: ThinkerConfig | None = None, **fields: Any):
         if config is not None and fields:
             raise ValueError(
-                f"LatentThinker: expected a config or fields, got a config and {next(iter(fields))}"
+                "LatentThinker: expected a config or fields, got a config and the field "
+                f"{next(iter(fields))}"
             )
         config = config or ThinkerConfig(**fields)
         super().__init__(config)
@@ -97,7 +98,7 @@ class LatentThinker(CompleteModel):
             self.rate = None
         self.readout = Readout(config)
         self.gradient_checkpointing = False
-        # checks of values wait for the device; set this to False to skip them
+        # checks of tensor values wait for the device; set this to False to skip these checks
         self.check_inputs = True
         self.post_init()
 
@@ -136,10 +137,10 @@ class LatentThinker(CompleteModel):
         labels: Tensor,  # (..., O)
         n_latent: int | None = None,
     ) -> Tensor:  # (..., n) or the same
-        """Return the labels that the latents answer.
+        """Return the labels of the positions that have a latent.
 
-        These are all labels, or the last ``n_latent`` if a causal model has fewer latents than
-        tokens.
+        These are all labels, except in a causal model with fewer latents than tokens: there, they
+        are the last ``n_latent`` labels.
         """
         if not self.config.at_tokens:
             return labels
@@ -157,20 +158,22 @@ class LatentThinker(CompleteModel):
         places: Places | None = None,
         generator: torch.Generator | None = None,
     ) -> Context:
-        """Read an input: project its keys and values, once for all steps.
+        """Encode an input: project its keys and values once, for use in all steps.
 
         Args:
             tokens: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             mask: True (or 1) at tokens, False at padding; default: no padding.
             inputs_embeds: Vectors to use instead of embedded tokens.
-            out_len: Length of the longest answer to decode, for which random positions are drawn as
-                well; default: the input's length.
-            places: Positions that were drawn before, such as those of a carry; default: draw them.
+            out_len: Length of the longest answer that will be decoded, so that enough random
+                positions are drawn; default: the input's length.
+            places: Positions drawn in an earlier call, such as those of a carry; default: new ones
+                are drawn.
             generator: The random generator for positions.
 
         Raises:
-            ValueError: Tokens are not (B, L), are too long or have ids outside the vocabulary; a
-                row is all padding, or is not a square grid if positions need one.
+            ValueError: Tokens do not have shape (B, L), are too long or have ids outside the
+                vocabulary; a row is all padding; or, with ``positions="rotary_2d"``, a row is not a
+                square grid.
         """
         if inputs_embeds is not None:
             check_embeds(self.config, tokens, inputs_embeds)
@@ -224,23 +227,24 @@ class LatentThinker(CompleteModel):
         step_noise: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Thought:
-        """Think for n steps about an encoded input.
+        """Run n steps of thinking on an encoded input.
 
         Args:
             context: The result of `encode`.
-            n_step: Number of steps; default: the config's, or the number that the plan requires.
+            n_step: Number of steps; default: the config's, adjusted to the plan by
+                `FlowPlan.num_steps`.
             n_latent: Number of latents; default: the config's, or the carry's.
             plan: The operations of each step; default: the model's plan.
             carry: The state to continue from, such as an earlier output's ``carry``.
-            output_steps: The steps whose latents to keep: ``"last"`` or ``"all"`` of the steps that
-                output, or a list of their numbers, counted from 1.
-            grad_steps: The number of last steps that have gradients (truncated backpropagation);
-                default: all.
-            exit_rule: The rule for stopping rows early (only without gradients). Rows that stopped
-                leave the batch. In a causal model the number of steps then depends on later tokens
-                too, so do not score next-token predictions with it.
-            step_noise: Standard deviation of the noise before each step; default: the config's in
-                training, 0 in evaluation.
+            output_steps: The steps whose latents are kept: ``"last"`` or ``"all"`` of the steps
+                that output, or a list of step numbers, counted from 1.
+            grad_steps: The number of steps at the end through which gradients flow (truncated
+                backpropagation); default: all.
+            exit_rule: A rule that stops rows of the batch early (only without gradients). In a
+                causal model, a row's number of steps then also depends on its later tokens, so do
+                not score next-token predictions with an exit rule.
+            step_noise: Standard deviation of the noise added before each step; default: the
+                config's in training, 0 in evaluation.
             generator: The random generator for step noise and initial latents. Without one,
                 evaluation draws the same numbers each time.
 
@@ -306,7 +310,8 @@ class LatentThinker(CompleteModel):
     def _evaluation_generator(self, device: torch.device) -> torch.Generator | None:
         """Return a generator with a fixed seed, so that evaluation is reproducible.
 
-        None in training and under torch.compile: the global generator is used then.
+        Return None in training, under torch.compile and on the meta device, where torch's global
+        generator is used.
         """
         if self.training or torch.compiler.is_compiling() or device.type == "meta":
             return None
@@ -318,9 +323,9 @@ class LatentThinker(CompleteModel):
         """Compute the logits of the answer.
 
         Args:
-            state: The result of `think`.
-            out_len: Length of the answer, O; default: the maximum. If the latents are tokens, it is
-                their number.
+            state: The ``state`` of a result of `think`.
+            out_len: Length O of the answer; default: the config's ``max_output_length``. With
+                ``latent_init="tokens"`` it is always the number of latents.
 
         Raises:
             ValueError: ``out_len`` does not fit the model.
@@ -351,18 +356,18 @@ class LatentThinker(CompleteModel):
             input_ids: Ids below ``vocab_size``, or None with ``inputs_embeds``.
             attention_mask: 1 at tokens, 0 at padding.
             inputs_embeds: Vectors to use instead of embedded tokens.
-            labels: The answer, from which ``loss`` is computed. Without ``out_len`` it also sets
-                the answer's length. With labels for each step, (B, T, O), the loss is that of the
-                last step.
-            out_len: Length of the answer; default: that of the labels, or the maximum.
+            labels: The correct answer, from which ``loss`` is computed. With labels for each step,
+                (B, T, O), the loss is that of the last step.
+            out_len: Length of the answer; default: that of the labels, or, without labels, as in
+                `decode`.
             n_step: Number of steps; see `think` for this and the arguments below.
             n_latent: Number of latents.
             plan: The operations of each step.
-            output_steps: The steps to compute logits for; each costs a read-out.
-            grad_steps: The number of last steps that have gradients.
-            carry: The carry of an earlier output.
+            output_steps: The steps to compute logits for; each one costs a read-out.
+            grad_steps: The number of steps at the end through which gradients flow.
+            carry: The ``carry`` of an earlier output, from which to continue.
             exit_rule: The rule for stopping rows early.
-            step_noise: Standard deviation of noise before each step.
+            step_noise: Standard deviation of the noise added before each step.
             generator: The generator of all random choices.
 
         Raises:
@@ -371,8 +376,8 @@ class LatentThinker(CompleteModel):
         # a carry does not store its number of steps, so the next step's labels are unknown
         if labels is not None and labels.dim() == 3 and carry is not None:
             raise ValueError(
-                "LatentThinker: expected labels (B, O) with a carry, got labels for each step, "
-                f"{list(labels.shape)}"
+                "LatentThinker: expected labels of shape (B, O) with a carry, got labels for each "
+                f"step, of shape {list(labels.shape)}"
             )
         if labels is not None:
             answered = n_latent if carry is None else carry.latents.shape[1]
@@ -409,7 +414,7 @@ class LatentThinker(CompleteModel):
             torch.cat([thought.kept[s] for s in steps]), out_len, thought.state.places
         )
         by_step = logits.unflatten(0, (len(steps), logits.shape[0] // len(steps)))
-        step_logits = [by_step[i] for i in range(len(steps))]  # one read-out for all
+        step_logits = [by_step[i] for i in range(len(steps))]  # one read-out for all steps
         loss = None
         if labels is not None:
             if labels.dim() == 3:  # steps after the last one with labels use its labels
@@ -432,7 +437,7 @@ class LatentThinker(CompleteModel):
         return list(self.layers)
 
     def _checked(self, x: Tensor) -> bool:
-        """Return whether to check the values of tensors; False while torch traces."""
+        """Return whether to check the values of tensors; False while torch traces the model."""
         return self.check_inputs and not needs_plain(x)
 
     def _start(
@@ -493,7 +498,7 @@ class LatentThinker(CompleteModel):
                 else frame.memory(memory_of_layer[0].shape[2]),
             )
         if self.rate is not None:
-            # both at unit RMS, so that the rate is a fraction of the way between them at any size
+            # both have unit RMS, so that the rate is the fraction of the way from one to the other
             unit, to = (F.rms_norm(x, x.shape[-1:]) for x in (z, state))
             return F.rms_norm(unit + self.rate * (to - unit), z.shape[-1:])
         return state
@@ -517,10 +522,11 @@ class LatentThinker(CompleteModel):
 
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw N(0, 1) numbers on the generator's device, and move them to that of ``like``."""
+    """Draw N(0, 1) numbers on the generator's device, and move them to the device of ``like``."""
     if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
         return torch.randn(shape, device=like.device, dtype=like.dtype)
-    # drawn there, so that a CPU generator gives the same numbers to a model on a GPU
+    # drawn on the generator's device, so that a CPU generator gives a model on a GPU the same
+    # numbers
     drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
     return drawn.to(like.device)
 

@@ -22,7 +22,7 @@ class Places:
     """Positions drawn for a batch, shared by its input and its answer.
 
     Args:
-        drawn: Random positions in ascending order, (n,); None for kinds that are not drawn.
+        drawn: Random positions in ascending order, (n,); None unless positions are ``"random"``.
     """
 
     drawn: Tensor | None = None
@@ -32,7 +32,7 @@ def token_index(
     tokens: Tensor,  # (B, L)
     mask: Tensor | None,  # (B, L)
 ) -> Tensor:  # (B or 1, L)
-    """Return the position of each token in its row, not counting padding on either side.
+    """Return the position of each token in its sequence, not counting padding on either side.
 
     >>> token_index(torch.zeros(1, 3), torch.tensor([[False, True, True]]))
     tensor([[0, 0, 1]])
@@ -60,7 +60,7 @@ def operand_index(
         ends = ends & mask
     # where the next operand starts
     after = torch.where(ends, place + 1, 0).cummax(1).values.roll(1, 1)
-    # `roll` has moved the last column here
+    # `roll` has moved the last column to the front
     after[:, :1] = 0
     return (place - after).clamp_(min=0)
 
@@ -126,7 +126,8 @@ class Positions(nn.Module):
     ) -> Places:
         """Draw positions for a batch whose longest input or answer has ``length`` tokens.
 
-        Evaluation without a generator draws the same positions each time.
+        Only ``"random"`` positions are drawn. Evaluation without a generator draws the same ones
+        each time.
         """
         config = self.config
         if config.positions != "random":
@@ -151,7 +152,7 @@ class Positions(nn.Module):
         mask: Tensor | None,  # (B, L)
         places: Places,
     ) -> Tensor | None:  # (B or 1, L, d)
-        """Return the codes to add to the input's embeddings; None with rotary positions alone."""
+        """Return the codes to add to the input's embeddings; None if positions are only rotary."""
         index = token_index(tokens, mask)
         kind = self.config.positions
         code = None
@@ -166,12 +167,12 @@ class Positions(nn.Module):
         if self.end is not None:
             count = tokens.shape[1] if mask is None else mask.sum(1, keepdim=True)
             from_end = self.end((count - 1 - token_index(tokens, mask)).clamp(min=0))
-            # rotary positions have no code of their own to add to
+            # rotary positions add no code, so the code from the end may be the only one
             code = from_end if code is None else code + from_end
         return code
 
     def index(self, tokens: Tensor, mask: Tensor | None) -> Tensor:  # (B or 1, L, 1 or 2)
-        """Return the position of each token in its row, or its row and column in a grid."""
+        """Return the position of each token in its sequence, or its row and column in a grid."""
         if self.config.positions == "rotary_2d":
             return grid_index(tokens, mask)
         return token_index(tokens, mask)[..., None]
@@ -181,8 +182,9 @@ class Positions(nn.Module):
 
         Each axis of `index` rotates an equal share of a head.
 
-        In two dimensions a neighbor is a quarter turn away in the fastest pair, and the base is 30:
-        a grid's sides are short (on axes, Heo et al. 2024, section 3.1).
+        In two dimensions the fastest pair rotates by 90 degrees from one cell to the next, and the
+        base is 30, because the sides of a grid are short (for separate axes, see Heo et al. 2024,
+        section 3.1).
         """
         if not self.config.positions.startswith("rotary"):
             return None

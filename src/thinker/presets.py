@@ -2,7 +2,7 @@
 
 - `scan`: information moves from left to right, as in sums, automata and carries.
 - `exchange`: neighbors exchange information in both directions, as in sorting.
-- `pointer`: a few latents look things up, one hop a step.
+- `pointer`: a few latents look up parts of the input, one hop per step.
 - `grid`: every cell of a grid of one size has an answer, as in Sudoku.
 """
 
@@ -24,14 +24,14 @@ from .training import ThinkerTrainer, thinker_arguments
 Kind = Literal["scan", "exchange", "pointer", "grid"]
 
 _MORE_STEPS = 6
-"""Training steps beyond one for each symbol, so that answers learn to stay."""
+"""Thinking steps in training beyond one for each symbol, so that correct answers learn to stay."""
 
 # The most steps of a batch if each step has its own answer. With more, information from an end of
 # the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
 # If the latents are the tokens, these positions have no parameters per position, so they set no
-# limit to the input's length.
+# limit on the input's length.
 # _ANY_LENGTH is far more than memory and thinking steps allow in practice.
 _WITHOUT_TABLE = ("rotary", "cyclic")
 _ANY_LENGTH = 10_000
@@ -39,14 +39,14 @@ _ANY_LENGTH = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Settings that go together; `scan`, `exchange`, `pointer` and `grid` make them.
+    """Settings for one kind of task, as `scan`, `exchange`, `pointer` and `grid` return them.
 
     Attributes:
         kind: The name of the preset.
         model: Fields of `ThinkerConfig`.
         learning_rate: Learning rate.
         share: Share of the training rows that have the longest length.
-        batch_size: Rows of a batch.
+        batch_size: Number of rows in a batch.
         segments: Optimizer steps for each batch; see `ThinkerTrainer`.
     """
 
@@ -68,7 +68,7 @@ class Preset:
             **options: Options of `CurriculumDataset`, such as ``holdout`` and ``seed``.
 
         Returns:
-            The data; its ``task`` is laid out for the model.
+            The data set, whose ``task`` is laid out for the model.
         """
         if not isinstance(task, Task):
             raise ValueError(
@@ -95,7 +95,7 @@ class Preset:
         return CurriculumDataset(task, schedule, **settings | options)
 
     def _steps_of(self, task: Task) -> Any:
-        """Return the range of steps of a batch, or a function of its longest length."""
+        """Return the range of steps, or a function from a batch's longest length to the range."""
         if self.kind == "grid":
             return (1, 3)
         if task.by_step:
@@ -109,7 +109,7 @@ class Preset:
 
         Args:
             data: The training data.
-            longest: Longest length that the model must support; default: that of the training.
+            longest: Longest length that the model must support; default: the longest in training.
                 Models of `scan` and `exchange` support at least 10,000, unless fields give them
                 parameters for each position.
             **fields: Further fields of `ThinkerConfig`.
@@ -140,8 +140,8 @@ class Preset:
     ) -> ThinkerTrainer:
         """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
 
-        It saves after each quarter of the steps, at least 10 apart, and keeps the newest
-        checkpoint; ``train(resume_from_checkpoint=True)`` continues from it.
+        It saves a checkpoint after each quarter of the steps, but at most every 10 steps, and keeps
+        only the newest one; ``train(resume_from_checkpoint=True)`` continues from it.
 
         Args:
             model: The model.
@@ -153,7 +153,7 @@ class Preset:
         settings: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "warmup_steps": 50,
-            # a stop loses at most a quarter of a run
+            # an interruption loses at most a quarter of a run
             "save_strategy": "steps",
             "save_steps": max(10, max_steps // 4),
             "save_total_limit": 1,
@@ -177,9 +177,9 @@ def _takes_any_length(model: Mapping[str, Any]) -> bool:
 def scan(**fields: Any) -> Preset:
     """Return the preset for answers that can be found from left to right.
 
-    Each token's latent attends to itself and its left neighbor, so information moves one token a
-    step. Longer inputs take more steps of the same work. Examples: sums, parity,
-    carries of an addition from its smallest digits, any finite automaton.
+    Each token's latent attends to itself and its left neighbor, so information moves one token per
+    step. Longer inputs take more steps. Examples: sums, parity, the carries of an addition that
+    begins with the least significant digits, any finite automaton.
 
     Args:
         **fields: Fields of `ThinkerConfig`, in place of the preset's.
@@ -198,13 +198,13 @@ def scan(**fields: Any) -> Preset:
 
 
 def exchange(**fields: Any) -> Preset:
-    """Return the preset for answers that neighbors work out by looking both ways.
+    """Return the preset for answers that neighboring tokens compute by looking both ways.
 
-    Examples: sorting and reversing with ``by_step=True``, where each step has an answer of its own;
+    Examples: sorting and reversing with ``by_step=True``, where each step has its own answer;
     cellular automata.
 
     Args:
-        **fields: Fields of `ThinkerConfig` that differ.
+        **fields: Fields of `ThinkerConfig`, in place of the preset's.
 
     Returns:
         The preset.
@@ -214,10 +214,10 @@ def exchange(**fields: Any) -> Preset:
 
 
 def pointer(**fields: Any) -> Preset:
-    """Return the preset for answers that are looked up, one hop a step, by a few latents.
+    """Return the preset for answers that a few latents look up, one hop per step.
 
     Args:
-        **fields: Fields of `ThinkerConfig` that differ.
+        **fields: Fields of `ThinkerConfig`, in place of the preset's.
 
     Returns:
         The preset.
@@ -226,12 +226,12 @@ def pointer(**fields: Any) -> Preset:
 
 
 def grid(**fields: Any) -> Preset:
-    """Return the preset for grids of one size: token-mixing MLPs, four optimizer steps a batch.
+    """Return the preset for grids of one size: token-mixing MLPs, four optimizer steps per batch.
 
     Use it with ``TensorTask(..., grid=True)``.
 
     Args:
-        **fields: Fields of `ThinkerConfig` that differ.
+        **fields: Fields of `ThinkerConfig`, in place of the preset's.
 
     Returns:
         The preset.
@@ -241,4 +241,4 @@ def grid(**fields: Any) -> Preset:
 
 
 PRESETS = {"scan": scan, "exchange": exchange, "pointer": pointer, "grid": grid}
-"""The presets by name, for the command."""
+"""The presets by name, for the command ``think``."""

@@ -1,4 +1,4 @@
-"""`RunConfig`: the flags of ``think train`` that describe a run; importing it loads no torch."""
+"""`RunConfig`: the flags of ``think train`` that describe a run; the module loads no torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ class RunConfig:
     """Settings of a training run.
 
     Args:
-        preset: Model, lengths, steps and loss that fit a kind of task: scan (answers from left to
-            right), exchange (neighbors in both directions), pointer (lookups) or grid (grids of one
-            size). Replaces --schedule, --plan, --steps and the task's own recipe.
+        preset: A combination of model, lengths, steps and loss for one kind of task: scan (answers
+            from left to right), exchange (neighbors in both directions), pointer (lookups) or grid
+            (grids of one size). The preset replaces --schedule, --plan, --steps and the task's own
+            recipe.
         options: Options of the task, as NAME=VALUE, for example symbols=32.
         model: Fields of ThinkerConfig, as NAME=VALUE, for example num_heads=8. With
             latent_init=tokens there is one latent for each token.
-        length: Longest sequence in training; default: the longest row of a file; otherwise the
-            task's own (without --preset), or 20.
-        schedule: Schedule of the training lengths; default: the task's own, or frontier.
-        plan: every_step, read_once, or the path of a file with a FlowPlan table.
-        steps: Fewest and most thinking steps; default: 1 6. With latent_init=tokens they follow the
-            length: from 1 to length + 6.
-        iterations: Number of training steps; default: the task's own (without --preset), 2400 with
-            latent_init=noise, or 500.
+        length: Length of the longest sequences in training. Default for a file: that of its longest
+            row. Default for a named task: that of its recipe (without --preset), or 20.
+        schedule: Schedule of the training lengths; default: that of the task's recipe, or frontier.
+        plan: Operations of each step: every_step, read_once, or a file with the table of a
+            FlowPlan.
+        steps: Minimum and maximum number of thinking steps; default: 1 6. Not allowed with
+            latent_init=tokens, which takes from 1 to length + 6 steps.
+        iterations: Number of training steps; default: that of the task's recipe (without --preset),
+            2400 with latent_init=noise, or 500.
         lengths: Lengths beyond --length that the model must support and is evaluated at; default:
-            those of longer rows.
+            the lengths of the file's longer rows.
         seed: Random seed of the data and the weights.
     """
 

@@ -22,7 +22,7 @@ from .run_config import PresetName, RunConfig, Schedule
 from .tasks import TASKS, AtTokens, RowsTask, Task, make_task
 
 RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
-    # an answer's position is that of its symbol, counted from the end
+    # the position of an answer is that of its symbol, counted from the end
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -44,18 +44,18 @@ MORE_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Run(CheckedConfig):
-    """The settings of a training run, from which its data and model can be made again.
+    """The settings of a training run, from which its data and model can be rebuilt.
 
     Args:
         task: Name of the task, or a file of rows.
-        preset: Name of a preset, from which model, schedule, steps and loss come.
+        preset: Name of a preset, which sets the model, schedule, steps and loss.
         options: Options of the task.
         model: Fields of the `ThinkerConfig`.
         length: Longest sequence in training.
         steps: Fewest and most thinking steps.
         plan: Name of a plan, or its table.
         schedule: Schedule of the training lengths.
-        batch: Rows of a batch.
+        batch: Number of rows in a batch.
         iterations: Number of training steps.
         lengths: Longer lengths that the model must support and is evaluated at.
         seed: Random seed of the data and the weights.
@@ -76,13 +76,13 @@ class Run(CheckedConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether the latents are the input's tokens."""
+        """Whether the latents start from the input's tokens."""
         if self.preset is not None:
             return self.preset != "pointer"
         return self.model.get("latent_init") == "tokens"
 
     def settings(self) -> Preset | None:
-        """Return the preset with the model's fields of this run; None without a preset."""
+        """Return the preset with the run's model fields, or None without a preset."""
         return None if self.preset is None else PRESETS[self.preset](**self.model)
 
     def bare_task(self) -> Task:
@@ -93,7 +93,7 @@ class Run(CheckedConfig):
 
     @property
     def with_noise(self) -> bool:
-        """Return whether latents start from noise, so that their number may vary."""
+        """Whether latents start from noise, so that their number may vary."""
         return self.model.get("latent_init") == "noise"
 
     def flow_plan(self) -> FlowPlan:
@@ -107,8 +107,8 @@ class Run(CheckedConfig):
     def data(self) -> CurriculumDataset:
         """Return the run's data set.
 
-        Without a preset, a row of length n gets 1 to n + 6 steps if there is a latent at each
-        token.
+        Without a preset, and with a latent at each token, a batch whose longest row has length n
+        takes 1 to n + 6 steps.
         """
         task = self.bare_task()
         preset = self.settings()
@@ -123,7 +123,7 @@ class Run(CheckedConfig):
             fewest, most = self.steps
             counts["n_step"] = (plan.num_steps(fewest), plan.num_steps(most))
         if self.with_noise:
-            # several numbers in training, so that the model can think with any
+            # training uses several numbers, so that the model can think with any number
             counts["n_latent"] = (8, 16)
         kind = getattr(schedules, self.schedule.capitalize())
         schedule = kind(max_length=self.length, min_length=task.min_length)
@@ -155,7 +155,7 @@ class Run(CheckedConfig):
             fields["separators"] = data.task.separators
         try:
             return ThinkerConfig(**fields | self.model)
-        except TypeError as error:  # a name or value of NAME=VALUE
+        except TypeError as error:  # an invalid name or value in NAME=VALUE
             raise ValueError(error) from error
 
 
@@ -190,7 +190,7 @@ def run_of(task: str, config: RunConfig) -> Run:
     }
     fields: dict[str, Any] = recipe | {n: value for n, value in flags.items() if value is not None}
     if model.get("latent_init") == "noise":
-        fields.setdefault("iterations", 2400)  # any number of latents takes longer to learn
+        fields.setdefault("iterations", 2400)  # longer, to learn any number of latents
     fields["options"] = recipe.get("options", {}) | _named_values(config.options)
     lengths = config.lengths
     if task not in TASKS:
@@ -250,7 +250,7 @@ def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
 
 
 def _check_preset(config: RunConfig) -> None:
-    """Reject flags that the preset sets."""
+    """Raise an error for flags whose values the preset sets."""
     given = [name for name in ("schedule", "steps") if getattr(config, name) is not None]
     if config.plan != RunConfig.plan:
         given.append("plan")
@@ -276,10 +276,10 @@ def _plan_of(plan: str) -> str:
 
 
 def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the names and values of ``NAME=VALUE``.
+    """Parse texts ``NAME=VALUE`` into a dictionary.
 
     Raises:
-        ValueError: A word has no equals sign.
+        ValueError: A text has no equals sign.
     """
     values = {}
     for pair in pairs:
@@ -291,9 +291,9 @@ def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> object:
-    """Parse a value as YAML, and as a number where YAML reads text (1e-1)."""
+    """Parse a value as YAML, or as a float if YAML reads it as a string (1e-1)."""
     try:
-        (value,) = read_yaml(text) or [None]  # "---" makes several: a ValueError, too
+        (value,) = read_yaml(text) or [None]  # "---" makes several values: a ValueError, too
     except ValueError as error:
         raise ValueError(
             f"think train: expected one YAML value after NAME=, got {text!r}"

@@ -47,7 +47,7 @@ class TrainingReport(Report):
     result: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result."""
+        """Return the result, as in ``result.json``."""
         return self.result
 
     def summary(self) -> Sequence[str]:
@@ -78,18 +78,19 @@ def train(
 
     Args:
         run: The settings.
-        out: A new folder, or that of the same run.
+        out: A new folder, or the folder of the same run.
         samples: Number of held-out samples of each length.
-        device: ``"cpu"``, or any other to let transformers choose.
-        fresh: Begin anew: remove the checkpoints and the result of an earlier run in the folder.
-        progress: Show a bar.
+        device: ``"cpu"``; with any other value, transformers chooses the device.
+        fresh: Whether to start over, which removes the checkpoints and the result of an earlier run
+            in the folder.
+        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The folder holds another run, or a finished one, or another run writes it now;
-            settings do not fit.
+        ValueError: The folder holds another run or a finished one, another process is writing to
+            it, or settings are invalid.
     """
     check_value("think train", "samples", samples, Whole)
-    # before the model is made, for its weights are drawn at random
+    # before the model is made, since its weights are drawn at random
     set_seed(run.seed)
     # invalid settings are refused before a folder is made
     data = run.data()
@@ -107,7 +108,8 @@ def train(
         results=("result.json", "model", _kept_rows(run.task)),
         fresh=fresh,
     )
-    # before the folder gets this run's settings: a card is compared with the earlier ones
+    # before the folder gets this run's settings, since the card is compared with the earlier
+    # settings
     edited = not fresh and _is_edited(out)
     with folder:
         _check_unfinished(out, run)
@@ -129,7 +131,7 @@ def _train(
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
     checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
     if checkpoint is not None:
-        print(f"think train: going on from {checkpoint}")
+        print(f"think train: continuing from {checkpoint}")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -149,7 +151,7 @@ def _train(
         "seed": run.seed,
     }
     if run.task not in TASKS:
-        # so that the model can be used without the file of the training
+        # so that the model can be used without the training file
         with new_file(out / _kept_rows(run.task), "think train") as part:
             shutil.copyfile(run.task, part)
     if not edited:
@@ -173,7 +175,7 @@ def _trainer_of(
 ) -> ThinkerTrainer:
     settings: dict[str, Any] = {
         "max_steps": run.iterations,
-        # four checkpoints, so that a stop loses at most a quarter of a run
+        # four checkpoints, so that an interruption loses at most a quarter of a run
         "save_steps": max(10, run.iterations // 4),
         "save_total_limit": 1,
         "seed": run.seed,
@@ -215,7 +217,7 @@ def _card(result: dict[str, Any], run: Run) -> str:
 
 
 def _is_edited(out: Path) -> bool:
-    """Return whether the card of an earlier training was changed by hand."""
+    """Return whether the model card of an earlier training was edited by hand."""
     card = out / "model" / CARD
     if not card.is_file() or not (out / "result.json").is_file():
         return False
@@ -224,7 +226,7 @@ def _is_edited(out: Path) -> bool:
 
 
 def _check_unfinished(out: Path, run: Run) -> None:
-    """Refuse a run that has no more iterations than the one that ended in the folder."""
+    """Raise an error if the folder holds a finished run with at least as many iterations."""
     if (out / "result.json").is_file():
         result = read_json(out, "result.json")
         with reading(out / "result.json", "think train"):
@@ -246,7 +248,7 @@ def measure(
     if run.at_tokens:
 
         def n_steps(length: int) -> list[int]:
-            # more than it needs: a right answer also has to stay right
+            # more steps than an input needs, since a correct answer also has to stay correct
             return [plan.num_steps(2 * length + MORE_STEPS)]
 
     lengths = _lengths_of(run, data)
@@ -272,12 +274,12 @@ def measure(
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
-    """Return the lengths to evaluate: about four of the training, and the longer ones of the run.
+    """Return the lengths to evaluate: about four of those in training, and the run's longer ones.
 
-    For a file of rows, these are only lengths with held-out rows.
+    For a file of rows, only lengths with held-out rows are returned.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No such length has held-out rows.
     """
     lengths = {run.length, *run.lengths}
     if run.schedule != "fixed":
@@ -325,7 +327,7 @@ def _kept_rows(task: str) -> str:
 
 
 def _with_kept_rows(folder: Path, run: Run) -> Run:
-    """Return the run with the copy of its rows in the folder, if it was trained on a file."""
+    """Return the run with the folder's copy of its file of rows, if it was trained on a file."""
     if run.task in TASKS:
         return run
     return replace(run, task=str(folder / _kept_rows(run.task)))
@@ -344,8 +346,10 @@ def evaluate(
 
     Args:
         folder: The folder.
-        lengths: Lengths of the samples; if empty, those of the run.
-        n_steps: Numbers of thinking steps; if empty, those of the command's help.
+        lengths: Lengths of the samples; if empty, the run's longest training length and longer
+            ones.
+        n_steps: Numbers of thinking steps; if empty, the defaults in the help of
+            ``think evaluate``.
         samples: Number of held-out samples of each length.
         seed: Random seed of the samples.
         device: The device to run on.
@@ -371,7 +375,7 @@ def evaluate(
         numbers = n_steps or _STEPS
         if run.at_tokens and not n_steps:
             numbers = (length, 2 * length + MORE_STEPS, 4 * length)
-        # a plan may need more steps, or have a number of its own
+        # a plan may need more steps, or have a fixed number
         return sorted({plan.num_steps(n) for n in numbers})
 
     return evaluate_steps(model, data, lengths, n_steps=steps, samples=samples, seed=seed)
@@ -382,7 +386,8 @@ def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
 
     Args:
         folder: The folder of a run of ``think train``.
-        inputs: Texts for a task of rows; else token ids separated by spaces, such as "3 1 2".
+        inputs: Texts, as in the file of rows; for a named task, token ids separated by spaces, such
+            as "3 1 2".
     """
     run = _run_in(folder)
     read_json(folder, "result.json")  # without it, the model may be an earlier run's
@@ -394,7 +399,7 @@ def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
             rows = [[int(word) for word in text.split()] for text in inputs]
         except ValueError as error:
             raise ValueError(
-                f"think solve: {run.task} takes token ids between spaces, such as '3 1 2', got "
-                f"{inputs}"
+                f"think solve: {run.task} takes token ids separated by spaces, such as '3 1 2', "
+                f"got {inputs}"
             ) from error
     return solve(model, task, rows)

@@ -1,8 +1,8 @@
 """Schedules of the lengths of samples during training.
 
-A schedule is pure: it draws a batch's lengths from a generator, the step and a small vector of
-state, and computes a new state from the numbers of right answers. `CurriculumDataset` keeps the
-state in memory that its workers share.
+A schedule holds no state itself. It draws a batch's lengths from a generator, the step and a small
+state vector, and computes a new state from the numbers of correct answers. `CurriculumDataset`
+keeps the state in memory that its workers share.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Schedule(ABC):
 
     @abstractmethod
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Draw lengths, (batch,)."""
+        """Draw the lengths of a batch's samples, (batch,)."""
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """Return the state after results.
+        """Return the new state, given the results of some batches.
 
-        ``right`` and ``total`` are the numbers of right and of all answers by length, (max_length +
-        1,) each.
+        ``right`` and ``total`` are the numbers of correct answers and of all answers by length,
+        (max_length + 1,) each.
         """
         return state
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """Return the longest length in use, or a mean length: for logs and plots."""
+        """Return the longest length in use, or a mean length, for logs and plots."""
         return float(self.max_length)
 
     def _uniform(self, generator: torch.Generator, batch: int, longest: int) -> Tensor:
@@ -92,12 +92,12 @@ def _share(what: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier(Schedule):
-    """A schedule with some rows at ``max_length`` and the others uniform: the default.
+    """The default schedule: some rows have ``max_length``, the others uniformly drawn lengths.
 
     Args:
         min_length: Smallest length.
         max_length: Largest length.
-        share: The share of the rows at the longest.
+        share: The share of the rows that are set to ``max_length``.
 
     >>> lengths = Frontier(max_length=9).lengths(
     ...     torch.Generator().manual_seed(0), 1000, 0, torch.empty(0)
@@ -114,7 +114,7 @@ class Frontier(Schedule):
         _share("Frontier", self.share)
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Draw some rows at ``max_length``, the others uniformly."""
+        """Return ``max_length`` for some rows, and uniformly drawn lengths for the others."""
         return self._frontier(generator, batch, self.max_length, self.share)
 
 
@@ -163,7 +163,7 @@ class Progressive(Schedule):
         return self.start
 
     def initial(self) -> list[float]:
-        """Return the frontier, and the right and all answers there since it moved."""
+        """Return the first frontier, and 0 for the numbers of correct and of all answers."""
         return [float(self.first), 0.0, 0.0]
 
     def difficulty(self, step: int, state: Tensor) -> float:
@@ -171,32 +171,33 @@ class Progressive(Schedule):
         return float(state[0])
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Draw some rows at the present frontier, the others uniformly up to it."""
+        """Return the frontier for some rows, and uniform lengths up to it for the others."""
         return self._frontier(generator, batch, int(state[0]), self.share)
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """Move the frontier on or back, or leave it."""
+        """Raise or lower the frontier, or keep it, depending on the accuracy at its length."""
         at = int(state[0])
         good = float(state[1] + right[at])
         all_ = float(state[2] + total[at])
-        # a few answers would move it by chance
+        # a few answers could move the frontier by chance
         if all_ < self.min_answers:
             return torch.tensor([at, good, all_], dtype=state.dtype)
         if good / all_ >= self.threshold:
             at = min(self.max_length, at + self.grow)
         elif good / all_ < self.retreat:
             at = max(self.min_length, at - 1)
-        # even if it stays: old answers say nothing about the present model
+        # the counts restart even if the frontier stays: old answers say nothing about the current
+        # model
         return torch.tensor([at, 0.0, 0.0], dtype=state.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Schedule):
-    """A schedule that draws lengths by how often their answers are wrong.
+    """A schedule that draws a length more often if more of its answers are wrong.
 
     Args:
-        floor: A number added to every error, so that all lengths are still drawn.
-        momentum: The weight of the old mean error in its moving average.
+        floor: A number added to the error rate of every length, so that all lengths are drawn.
+        momentum: The weight of earlier batches in the moving average of each error rate.
     """
 
     floor: float = 0.1
@@ -211,7 +212,7 @@ class Dynamic(Schedule):
             )
 
     def initial(self) -> list[float]:
-        """Return the mean error of each length, from 0 on; it starts at 1."""
+        """Return the first error rate of each length from 0 to ``max_length``: 1."""
         return [1.0] * (self.max_length + 1)
 
     def _weights(self, state: Tensor) -> Tensor:
@@ -220,17 +221,17 @@ class Dynamic(Schedule):
         return weights
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """Return the mean length."""
+        """Return the expected length of a row."""
         weights = self._weights(state)
         return float((weights * torch.arange(len(weights))).sum() / weights.sum())
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Draw lengths by their weights."""
+        """Draw lengths in proportion to their error rates plus ``floor``."""
         weights = self._weights(state).to(generator.device)
         return torch.multinomial(weights, batch, replacement=True, generator=generator)
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
-        """Move the errors of the lengths in a batch towards those observed."""
+        """Update the moving averages of the error rates of the lengths in a batch."""
         error = 1 - right / total.clamp(min=1)
         moved = self.momentum * state + (1 - self.momentum) * error.to(state.dtype)
         return torch.where(total > 0, moved, state)

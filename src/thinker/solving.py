@@ -26,17 +26,18 @@ from .tasks import AtTokens, Sample, Task
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
-_STEPS = 10  # the most steps for each symbol of the longest row
+_STEPS = 10  # the default maximum of steps, for each symbol of the longest row
 
 
 @dataclass(frozen=True)
 class Solutions(Report):
-    """Answers to rows.
+    """The answers to inputs, one for each row.
 
     Attributes:
-        answers: Each answer in the task's own form: ids, a text, or symbols.
+        answers: Each answer as the task has it: ids, or, for a `RowsTask`, a string or symbols.
         steps: The number of steps of each row.
-        settled: Whether the exit rule stopped each row before the most steps.
+        settled: Whether the exit rule stopped each row before the maximum number of steps; always
+            True if each step has its own answer.
     """
 
     answers: tuple[Any, ...]
@@ -44,7 +45,7 @@ class Solutions(Report):
     settled: tuple[bool, ...]
 
     def table(self) -> Table:
-        """Return a line for each row."""
+        """Return the number, the steps and the answer of each row."""
         rows = []
         for number, (answer, steps) in enumerate(zip(self.answers, self.steps, strict=True)):
             text = answer if isinstance(answer, str) else " ".join(map(str, answer))
@@ -67,23 +68,23 @@ def solve(
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
 ) -> Solutions:
-    """Compute a trained model's answers to your rows; each row stops by the exit rule.
+    """Compute a trained model's answers to your inputs; each input stops by the exit rule.
 
     Args:
         model: A trained model.
         task: The task that the model was trained on, wrapped in `AtTokens` or not.
-        rows: One input for each row, of any lengths, as the task has them: token ids, or a text or
-            symbols for a `RowsTask`; or a tensor or an array of shape (B, L).
-        max_steps: The most steps; default: 10 for each symbol of the longest row, unless the plan
-            or a static memory limits them. If each step has its own answer, this is the step whose
-            answer is returned, and it must be given.
-        exit_rule: When a row stops; default: ``ExitRule()``.
+        rows: The inputs, of any lengths: lists of token ids, or, for a `RowsTask`, strings or lists
+            of symbols. A tensor or an array of shape (B, L) is possible, too.
+        max_steps: The maximum number of steps; default: 10 for each symbol of the longest row,
+            unless the plan or a static memory limits it. If each step of the task has its own
+            answer, ``max_steps`` is required, and the answer of that step is returned.
+        exit_rule: The rule that stops a row; default: ``ExitRule()``.
 
     Returns:
-        Answers and numbers of steps; it prints as a table.
+        The answers and the numbers of steps, which print as a table.
 
     Raises:
-        ValueError: A row is empty, has an id outside of the vocabulary, is longer than the model's
+        ValueError: A row is empty, has an id outside the vocabulary, is longer than the model's
             longest input, or is not as long as the rows of a `TensorTask`; the model's latents are
             only its last few tokens; or each step has its own answer and ``max_steps`` is None.
 
@@ -95,7 +96,7 @@ def solve(
     [3, 1]
     """
     if isinstance(rows, str):
-        raise ValueError(f"solve: rows is the text {rows!r:.80}; expected a list of inputs")
+        raise ValueError(f"solve: rows is the string {rows!r:.80}; expected a list of inputs")
     inner = without_layout(task)
     if model.config.at_tokens:
         task = AtTokens(inner)
@@ -105,8 +106,8 @@ def solve(
         symbols = row.tolist() if isinstance(row, Tensor | np.ndarray) else row
         if not isinstance(symbols, Sequence):
             raise ValueError(
-                f"solve: row {number} is {symbols!r:.80}; expected a list of rows, each a text or "
-                "a list of symbols"
+                f"solve: row {number} is {symbols!r:.80}; expected each row to be a string or a "
+                "list of symbols"
             )
         listed.append(inner.encode(symbols))
     _check_rows(listed, inner)
@@ -115,7 +116,8 @@ def solve(
     config = model.config
     if not config.decoder_self_attention and config.positions != "random":
         return _solved(model, task, listed, most, rule)
-    # with these settings an answer depends on the longest row of its batch: one batch a length
+    # with these settings, an answer depends on the longest row of its batch, so each length gets a
+    # batch of its own
     solutions: dict[int, Solutions] = {}
     for size in sorted({len(row) for row in listed}):
         numbers = [number for number, row in enumerate(listed) if len(row) == size]
@@ -141,8 +143,8 @@ def _solved(
         sample = task.laid_out(sample)
     if sample.tokens.shape[1] > model.config.max_input_length:
         raise ValueError(
-            f"solve: the longest row takes {sample.tokens.shape[1]} tokens, the model at most "
-            f"{model.config.max_input_length}; expected shorter rows, or a model that was made for "
+            f"solve: the longest row takes {sample.tokens.shape[1]} tokens, but the model accepts "
+            f"at most {model.config.max_input_length}; expected shorter rows, or a model made for "
             "longer ones (preset.thinker(data, longest=...), or think train --lengths)"
         )
     inputs = {
@@ -184,18 +186,18 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
         # the rows of a `TensorTask` have one length, which it calls 1
         if task.default_length == 1 and len(row) != task.input_length(1):
             raise ValueError(
-                f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as the "
-                "rows of the task"
+                f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as in "
+                "the rows of the task"
             )
         if _answer_length(task, len(row)) < 1 or len(row) < task.input_length(task.min_length):
             raise ValueError(
                 f"solve: row {number} has {len(row)} symbols; expected at least "
-                f"{task.input_length(task.min_length)}, as the shortest rows of the task"
+                f"{task.input_length(task.min_length)}, as in the shortest rows of the task"
             )
 
 
 def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int | None) -> int:
-    """Return the most steps of a call."""
+    """Return the maximum number of steps of a call."""
     config = model.config
     if config.at_tokens and config.num_latents is not None:
         raise ValueError(
@@ -206,11 +208,13 @@ def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int |
         check_value("solve", "max_steps", max_steps, Annotated[int, Range(least=1)])
         return max_steps
     if task.by_step:
-        raise ValueError("solve: each step has an answer of its own; expected max_steps, got None")
+        raise ValueError(
+            "solve: expected max_steps, got None; each step of the task has its own answer"
+        )
     most = _STEPS * longest
     if config.memory_size is not None:
         most = min(most, config.memory_size)
-    # a plan without a loop has a fixed number of steps; a loop of several rows may run on to its
+    # a plan without a loop has a fixed number of steps; a loop of several rows may run until its
     # next output
     return model.plan.num_steps(most)
 

@@ -22,12 +22,12 @@ class Context:
     """An encoded input: keys and values of every layer, projected once for all steps.
 
     Args:
-        keys_values: Keys and values by layer, (B, H, L, h) each.
-        static: Keys and values of the M static tokens by layer, (1, H, M, h) each; empty without
-            them.
+        keys_values: The keys and values of each layer, (B, H, L, h) each.
+        static: The keys and values of the M static tokens in each layer, (1, H, M, h) each; empty
+            without static tokens.
         mask: (B, L), False at padding; None without padding.
-        index: (B or 1, L, 1 or 2), the position of each token in its row, or its row and column in
-            a grid.
+        index: (B or 1, L, 1 or 2), the position of each token in its sequence, or its row and
+            column in a grid.
         places: The positions that were drawn.
         embedded: (B, L, d), the embedded tokens, if the latents start from them.
     """
@@ -46,11 +46,11 @@ class Context:
         return keys.shape[0], keys.shape[2]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Context:
-        """Return the context with ``change`` applied to every tensor that has a row for each input.
+        """Return the context with ``change`` applied to every tensor that has a batch axis.
 
-        ``change`` selects or repeats rows.
+        ``change`` selects or repeats rows of the batch.
         """
-        # static tokens and places belong to no row, and stay
+        # static tokens and places are the same for all rows, so they do not change
         return replace(
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
@@ -67,8 +67,8 @@ class ThinkerState:
 
     Args:
         latents: (B, n, d).
-        memory: The written keys and values; None without memory.
-        places: The positions that the answer must share.
+        memory: The keys and values written so far; None without a memory.
+        places: The positions drawn for the input, which the answer must share.
     """
 
     latents: Tensor
@@ -83,7 +83,8 @@ class ThinkerState:
     def detach(self) -> ThinkerState:
         """Return the state detached from the autograd graph.
 
-        Gradients of the next segment stop here (deep supervision).
+        A later call that continues from this state has no gradients into earlier calls (deep
+        supervision).
         """
         return self.map(Tensor.detach)
 
@@ -105,10 +106,11 @@ class Thought:
 
     Args:
         state: The state after the last step of each row.
-        kept: Latents of the requested steps, (B, n, d) each, by the step's number, counted from 1.
+        kept: The latents of each requested step, (B, n, d), keyed by the step's number, counted
+            from 1.
         residuals: (B, T), ‖z - z'‖ / ‖z'‖ of the latent z that moved most, where z' is the latent
-            before the step; 0 after a row stopped.
-        steps: (B,), how many steps each row took.
+            before the step; 0 for steps after a row stopped.
+        steps: (B,), the number of steps that each row took.
     """
 
     state: ThinkerState
@@ -122,13 +124,14 @@ class ThinkerOutput(ModelOutput):
     """Result of `LatentThinker`.
 
     Args:
-        loss: Cross-entropy of the last answer, if labels were given.
-        logits: (B, O, output_size) of the last step.
-        step_logits: The logits of every requested step, in order.
-        output_steps: The numbers of these steps, counted from 1.
-        residuals: (B, T), how far each step moved the latent that moved most, relative to it.
-        steps: (B,), how many steps each row took.
-        carry: Latents and memory, from which a later call can continue.
+        loss: Cross-entropy of ``logits``, if labels were given.
+        logits: (B, O, output_size), the logits of the last step in ``output_steps``.
+        step_logits: The logits of every step in ``output_steps``, in the same order.
+        output_steps: The numbers of the requested steps, counted from 1, in ascending order.
+        residuals: (B, T), the relative change of the latent that changed most in each step; see
+            `Thought`.
+        steps: (B,), the number of steps that each row took.
+        carry: The latents and memory from which a later call can continue.
     """
 
     loss: torch.Tensor | None = None

@@ -8,7 +8,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5Model
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    T5Config,
+    T5Model,
+)
 
 from mergekit_lite import (
     PlanError,
@@ -398,3 +404,24 @@ def test_adapters_that_are_not_finite_are_not_written(tmp_path):
         with pytest.raises(ValueError, match=said):
             merge_adapters(adapters, method, out=tmp_path / "out", progress=False, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_head_of_an_adapter_unties_its_model(tmp_path):
+    base = tiny("llama", 3, tie_word_embeddings=True)
+    save(base, tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "out"
+    merge_models(
+        [f"{tmp_path / 'base'}+{tmp_path / 'adapter'}"], "passthrough", out=out, progress=False
+    )
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    assert not merged.config.tie_word_embeddings
+    torch.testing.assert_close(merged(tokens).logits, expected)

@@ -129,7 +129,7 @@ def test_shapes_names_and_architectures_are_all_listed_at_once(paths, tmp_path, 
     )
     refused("num_attention_heads", [paths[0], heads], weight=1, out=out)
     grown = save(tiny("llama", 5, vocab_size=100), tmp_path / "grown")
-    refused("set tokenizer_source to base or union", [paths[0], grown], weight=1, out=out)
+    refused("set tokenizer_source: base or union", [paths[0], grown], weight=1, out=out)
 
 
 def header(entries, body=b""):

@@ -45,7 +45,10 @@ def test_slices_cut_the_text_and_keep_the_rest_whole():
         | {f"{HEAD}{k}.w": k for k in (0, 2)}
     )
     # the text has three layers, whatever the tower has
-    with pytest.raises(PlanError, match="layer_range ends at 4, towers has 3 layers"):
+    with pytest.raises(
+        PlanError,
+        match="layer_range of towers to end at 3 or below, because the model has 3 layers",
+    ):
         sliced(towers(), (0, 4))
 
 
@@ -53,12 +56,16 @@ def test_slices_of_an_encoder_and_a_decoder_are_refused():
     state = {
         f"{part}.block.{k}.w": torch.ones(1) for part in ("encoder", "decoder") for k in (0, 1)
     }
-    with pytest.raises(PlanError, match=r"one list of layers, .*decoder.block.*, encoder.block"):
+    with pytest.raises(
+        PlanError, match=r"one list of layers in t5, got 2: decoder.block.*, encoder.block"
+    ):
         sliced(DictSource(state, "t5", {"num_layers": 2}), (0, 2), (0, 2))
 
 
 def test_a_tower_does_not_hide_missing_text_layers():
     model = towers()
     state = {name: torch.ones(2) for name in model.tensors if not name.startswith(f"{TEXT}2")}
-    with pytest.raises(PlanError, match=f"says 3 layers, expected tensors of {TEXT}2"):
+    with pytest.raises(
+        PlanError, match=f"expected 3 layers, as in config.json, got no tensors of {TEXT}2"
+    ):
         merge_models([DictSource(state, "short", model.config)], "passthrough", progress=False)

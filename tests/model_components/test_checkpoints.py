@@ -57,7 +57,7 @@ def test_the_newest_whole_checkpoint_is_taken(name, harm, trained, tmp_path, cap
     file = out / "checkpoint-3" / name
     file.write_bytes(b"" if harm == "empty" else file.read_bytes()[:-50])
     assert newest_whole(out, "test") == out / "checkpoint-2"
-    assert f"checkpoint-3 is not whole and is skipped: {name}" in caplog.text
+    assert f"checkpoint-3 is not a complete checkpoint and is skipped: {name}" in caplog.text
     begins = Begins()
     trainer_of(out, begins).train(resume_from_checkpoint=True)
     assert begins.steps == [2]
@@ -69,11 +69,13 @@ def test_a_checkpoint_without_its_state_is_refused(trained, tmp_path):
     assert not problem_of(out / "checkpoint-3")
     assert problem_of(out / "checkpoint-3", ["own.pt"]) == "it has no own.pt"
     (out / "checkpoint-3" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"expected a whole checkpoint, got .*trainer_state\.json"):
+    with pytest.raises(
+        ValueError, match=r"expected a complete checkpoint, got .*trainer_state\.json"
+    ):
         trainer_of(out).train(resume_from_checkpoint=str(out / "checkpoint-3"))
     shutil.rmtree(out / "checkpoint-1")
     shutil.rmtree(out / "checkpoint-2")
-    with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):
+    with pytest.raises(ValueError, match="has no complete checkpoint to resume from"):
         trainer_of(out).train(resume_from_checkpoint=True)
     assert newest_whole(tmp_path / "none", "test") is None
 

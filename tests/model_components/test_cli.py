@@ -216,7 +216,7 @@ def test_a_file_that_the_docs_show_is_read(flags, capsys):
     shown = page.split("```yaml\n")[1].split("```")[0]
     assert _cli.main(["prune", "no-model", "out", *map(str, flags(shown))]) == 1
     assert capsys.readouterr().err.startswith(
-        "model-components: text_of: expected a file of text or of rows, got texts.json"
+        "model-components: text_of: expected a file of text or of records, got texts.json"
     )
 
 
@@ -253,7 +253,7 @@ def test_a_stop_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == "tool: stopped; use --resume\n"
     monkeypatch.setattr("model_components._cli.pkgutil.resolve_name", lambda _: stop())
     assert run("make", "a") == 130
-    assert "it had not started" in capsys.readouterr().err
+    assert "the command had not started yet" in capsys.readouterr().err
 
 
 def test_help_lists_commands_and_groups(capsys):

@@ -65,7 +65,7 @@ def test_a_whole_installation(site):
     assert examine() == examine(site) == []
     done = python(site, "-W", "error", "-m", "model_components", "doctor")
     assert done.returncode == 0, done.stderr
-    assert "all four packages are ours" in done.stdout
+    assert "all four packages are intact" in done.stdout
     assert "torch" in done.stdout
     quick = python(
         site,
@@ -114,4 +114,7 @@ def test_a_namesake_that_lies_beneath_is_told_of(site, tmp_path):
     shutil.copyfile(SOURCE / "kronecker" / "__init__.py", site / "kronecker" / "__init__.py")
     done = python(site, "-m", "model_components", "doctor")
     assert done.returncode == 0
-    assert "kronecker: ours, but kronecker has a package of that name, too" in done.stdout
+    assert (
+        "kronecker: intact, but the distribution kronecker has a package of that name, too"
+        in done.stdout
+    )

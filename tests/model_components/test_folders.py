@@ -422,7 +422,7 @@ def test_an_error_before_anything_was_written_leaves_nothing(tmp_path):
 
 def test_used_twice(tmp_path):
     with NewFolder(tmp_path / "m", "save") as new:
-        with pytest.raises(OutputError, match="it is open already"):
+        with pytest.raises(OutputError, match="the folder is open already"):
             new.open()
         new.publish()
     assert (tmp_path / "m").is_dir()
@@ -441,7 +441,7 @@ def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match=message):
             check_new(tmp_path / name, "merge")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
-    with pytest.raises(OutputError, match="or a mount; name a folder inside it"):
+    with pytest.raises(OutputError, match="or a mount point; name a folder inside it"):
         check_new(tmp_path / "mount", "merge")
 
 

@@ -84,7 +84,7 @@ def test_a_measurement_is_written_beside_those_of_other_cards(card, monkeypatch)
     assert [row.pays for row in masks] == [True, False]
     assert all(row.worst < 1 for row in masks)
     assert report.written == str(card)
-    assert "takes masks.blend on this kind of card" in str(report)
+    assert "uses masks.blend on this model of GPU" in str(report)
     devices = json.loads(card.read_text())["devices"]
     assert set(devices) == {"Card 1", "Card 2"}
     paths = devices["Card 2"]["paths"]
@@ -161,7 +161,7 @@ def test_without_a_card_the_command_tests_and_times_nothing(tmp_path, monkeypatc
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "masks.masked_linear" in told
-    assert 'impl="auto" is as before' in told
+    assert 'impl="auto" chooses as before' in told
     file = tmp_path / "flags.yaml"
     file.write_text("dtype: float32\ntokens: 4\nshapes: [8, 8]\n")
     assert main(["kernels", "--config", str(file)]) == 0

@@ -168,7 +168,7 @@ def test_one_value_is_one_row(tmp_path):
         ("a.json", b"[" * 10**5, r"read: .*a\.json cannot be read"),
         ("a.jsonl", b'{"a": "\xff"}', r"read: .*a\.jsonl cannot be read"),
         ("a.jsonl.gz", b"no", r"read: .*a\.jsonl\.gz cannot be read"),
-        ("a.txt", b"x", r"read: expected a file of \.json.*got .*a\.txt"),
+        ("a.txt", b"x", r"read: expected a file of type \.json.*got .*a\.txt"),
         ("a.parquet.gz", b"x", r"read: expected a file of .*got .*a\.parquet\.gz"),
     ],
 )

@@ -136,8 +136,11 @@ def test_commands_look_at_the_device_before_anything_else(command, capsys):
         ),
         (["prune", "model", "out", "--calibration", "text.txt"], "model has no tokenizer"),
         (["compare", "model", "--text", "none.txt"], "got none.txt"),
-        (["lora", "show", "model", "adapter"], "adapter has no adapter_model.safetensors"),
-        (["lora", "merge", "model", "adapter", "out"], "adapter has no adapter_model.safetensors"),
+        (["lora", "show", "model", "adapter"], "expected adapter_model.safetensors in adapter"),
+        (
+            ["lora", "merge", "model", "adapter", "out"],
+            "expected adapter_model.safetensors in adapter",
+        ),
         (["judge", "pairs", "model", "none.csv"], "there is no file none.csv"),
         (["judge", "rank", "model", "none.json"], "there is no file none.json"),
         (["judge", "report", "model", "none.json"], "there is no file none.json"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -137,8 +138,11 @@ def text(page: Page) -> str:
     for name in names(page):
         home, short = name.rsplit(".", 1)
         thing = getattr(importlib.import_module(home), short)
-        own = inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
-        said = (inspect.getdoc(thing) or "").split("\n")[0] if own else ""
+        said = ""
+        if inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing):
+            said = (inspect.getdoc(thing) or "").split("\n")[0]
+        elif isinstance(thing, Mapping):
+            said = ", ".join(f"`{key}`" for key in thing)
         lines.append(
             f"| [`{name.removeprefix(page.package + '.')}`][{name}] | "
             f"{said.replace('|', '&#124;')} |"

@@ -883,7 +883,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         ({}, lambda m: m(TOKENS, torch.ones(5, 2)), r"LatentThinker:.*transpose"),
         ({}, lambda m: m(TOKENS, torch.ones(2, 4)), r"LatentThinker:.*\[2.*4\].*\[2.*5\]"),
         ({}, lambda m: m(TOKENS + 11), r"LatentThinker:.*11.*0.*vocab_size.*1.*10"),
-        ({}, lambda m: m(TOKENS - 1), "token id -1"),
+        ({}, lambda m: m(TOKENS - 1), "a token id is -1"),
         (
             {},
             lambda m: m(TOKENS.float()),
@@ -1033,10 +1033,10 @@ def test_bad_input_is_refused(changes, call, message):
             {"causal": True, "decoder_self_attention": True},
             r"ThinkerConfig:.*decoder_self_attention",
         ),
-        ({"mixer": "mlp"}, 'mixer is mlp, expected latent_init="tokens", and no causal'),
+        ({"mixer": "mlp"}, 'mixer is "mlp", expected latent_init="tokens" and causal=False'),
         (
             {"mixer": "mlp", "latent_init": "tokens", "window": 2},
-            "mixer is mlp, expected .* no causal, window",
+            'mixer is "mlp", expected .* causal=False, without window',
         ),
         ({"step_rate": 0.0}, "step_rate is 0.0"),
         ({"step_noise": float("nan")}, r"ThinkerConfig:.*step_noise.*0"),
@@ -1131,9 +1131,9 @@ def test_numpy_integers_are_numbers_of_steps():
 
 def test_lists_are_refused_as_tensors_are_asked_for():
     model = LatentThinker(vocab_size=5, max_input_length=4, max_output_length=4)
-    with pytest.raises(ValueError, match="tokens are list; expected a tensor of ids"):
+    with pytest.raises(ValueError, match="tokens are a list; expected a tensor of ids"):
         model([[1, 0]])
-    with pytest.raises(ValueError, match="the mask is list; expected a tensor"):
+    with pytest.raises(ValueError, match="the mask is a list; expected a tensor"):
         model(torch.zeros(1, 2, dtype=torch.long), [[1, 1]])
     with pytest.raises(ValueError, match="step_noise is 'a'; expected 0 or more"):
         model(torch.zeros(1, 2, dtype=torch.long), step_noise="a")

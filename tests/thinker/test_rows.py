@@ -68,7 +68,7 @@ def test_rows_are_drawn_by_length_and_none_that_is_held_out():
     assert seen[2] == every[2]
     assert len(data.held_out(99, 5)["input_ids"]) == 32
     assert [data.holds_out(n) for n in (2, 4, 5)] == [False, True, True]
-    with pytest.raises(ValueError, match="expected held-out rows of length 2, got none of 4"):
+    with pytest.raises(ValueError, match="expected held-out rows of length 2, got none among 4"):
         data.held_out(3, 2)
     with pytest.raises(ValueError, match=r"no row has length 3; expected one of \[2, 4, 5\]"):
         data.held_out(3, 3)
@@ -143,7 +143,7 @@ def test_solve_refuses_rows_that_have_no_answer():
     for rows, message in (
         (["01"], "row 0 has 2 symbols; expected at least 3"),
         (["0110", ""], "row 1 is empty"),
-        ([1, 0], "row 0 is 1; expected a list of rows"),
+        ([1, 0], "row 0 is 1; expected each row to be a string or a list"),
     ):
         with pytest.raises(ValueError, match=f"solve: {message}"):
             th.solve(model, task, rows)
@@ -213,7 +213,9 @@ def test_a_model_knows_the_symbols_of_its_rows(tmp_path):
         th.solve(preset.thinker(preset.data(th.make_task("prefix_sum"))), task, ["011"])
     with pytest.raises(ValueError, match="expected a list of inputs"):
         th.solve(again, task, "011")
-    with pytest.raises(ValueError, match="the longest row takes 10 tokens, the model at most 4"):
+    with pytest.raises(
+        ValueError, match="the longest row takes 10 tokens, but the model accepts at most 4"
+    ):
         th.solve(again, task, ["0" * 9])
 
 

@@ -290,7 +290,9 @@ def test_the_last_step_answers_where_each_step_has_an_answer():
     task = make_task("hops", size=10)
     model = LatentThinker(ThinkerConfig(**CurriculumDataset(task, Frontier(max_length=4)).sizes()))
     rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3]]
-    with pytest.raises(ValueError, match="each step has an answer of its own; expected max_steps"):
+    with pytest.raises(
+        ValueError, match="expected max_steps, got None; each step of the task has its own"
+    ):
         solve(model, task, rows)
     found = solve(model, task, rows, max_steps=30)
     assert found.steps == (30,)

@@ -839,7 +839,7 @@ def test_a_run_that_never_recovers_stops_at_its_limit(tmp_path, caplog):
     assert rewind.count == 3
     # three windows were good, three were given up, one is too many
     assert trainer.state.global_step == 14
-    assert "3 rewinds, and the loss peaks again at step 14" in caplog.text
+    assert "after 3 rewinds, the loss peaks again at step 14" in caplog.text
     assert trainer.lr_scheduler.state_dict()["base_lrs"][0] == pytest.approx(3e-3 / 8)
     assert trainer.state.log_history[-1]["rewound_to_step"] == rewind.best["step"] < 6
 
@@ -980,7 +980,7 @@ def test_a_checkpoint_cut_short_is_passed_over(tmp_path, caplog):
 
     again = trainer_of(tmp_path, max_steps=6, callbacks=[NotesBegin()])
     again.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is not whole and is skipped" in caplog.text
+    assert "checkpoint-6 is not a complete checkpoint and is skipped" in caplog.text
     assert begins == [4]
     with pytest.raises(ValueError, match=r"ThinkerTrainer:.*thinker_state[.]pt"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
@@ -1079,11 +1079,11 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
     [
         (
             lambda out: trainer_of(out, model_of(vocab_size=8)),
-            "vocab_size is 8; Copy up to length 6 needs 16",
+            "vocab_size is 8, but Copy up to length 6 needs 16",
         ),
         (
             lambda out: trainer_of(out, model_of(max_input_length=5)),
-            "max_input_length is 5; .* needs 6",
+            "max_input_length is 5, but .* needs 6",
         ),
         (
             lambda out: trainer_of(

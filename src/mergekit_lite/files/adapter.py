@@ -26,6 +26,8 @@ _PAIRS = (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"])
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 # initializations that subtract the adapter from the base
 _RESIDUAL = ("pissa", "olora", "corda", "loftq")
 # LoRA settings with which the change of a weight is not s B A
@@ -264,11 +266,7 @@ class AdapterSource(View):
 
     def _replace(self, name: str, shape: tuple[int, ...], dtype: DType, value: Array) -> None:
         """Replace a tensor of the model with a tensor of the adapter."""
-        if name not in self.model.tensors:
-            raise CheckpointError(
-                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
-            )
-        expected = self.model.tensors[name].shape
+        expected = self._expected_shape(name)
         if shape != expected:
             raise CheckpointError(
                 f"adapter {self._adapter_folder}: {name} has shape {list(shape)}, expected "
@@ -276,6 +274,22 @@ class AdapterSource(View):
             )
         self._replaced[name] = value.reshape(-1)
         self.tensors[name] = TensorInfo(name, shape, dtype)
+
+    def _expected_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that an adapter replaces.
+
+        A whole head in the adapter of a tied model is a new tensor, which unties the model.
+        """
+        if name in self.model.tensors:
+            return self.model.tensors[name].shape
+        if name == _HEAD:
+            for other, info in self.model.tensors.items():
+                if other.endswith(_EMBEDDINGS):
+                    self.config["tie_word_embeddings"] = False
+                    return info.shape
+        raise CheckpointError(
+            f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
+        )
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
         """Read a tensor from element ``start`` on into ``out``, as the model does.

@@ -235,6 +235,7 @@ class MergeMethod:
 
 
 METHODS: dict[str, MergeMethod] = {}
+"""The merge methods without calibration data, by name; `merge_method` adds to them."""
 
 CALIBRATED = ("regmean", "regmean++")
 """The methods that need calibration data of each model; see `mergekit_lite.layerwise`."""

@@ -356,8 +356,9 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     columns = {info.shape[1:] for info in infos}
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
+    # as in a recipe: people search for these words, and mergekit's message has them, too
     return (
-        " (the vocabularies differ; set tokenizer_source to base or union to match rows by token, "
+        " (the vocabularies differ; set tokenizer_source: base or union to match rows by token, "
         "or truncate_embeddings=True to cut them)"
     )
 

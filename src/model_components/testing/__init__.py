@@ -1,4 +1,4 @@
-"""Tests for your own layers: numerical equivalence, ordinary torch behavior, operation counts.
+"""Tools to test your own layers: equivalence, ordinary torch behavior, operation counts.
 
 - `check_equivalent` compares a fast function, and all of its gradients, with its definition in
   float64.

@@ -46,9 +46,9 @@ class OperationCount:
 
     Attributes:
         operations: The number of operations that moved or computed data; views do not count.
-        bytes_written: Bytes of all their results.
-        largest: Bytes of the largest result.
-        by_name: The number of operations by their name in torch.
+        bytes_written: The number of bytes of the results of these operations.
+        largest: The number of bytes of the largest result.
+        by_name: The number of operations of each name in torch.
     """
 
     operations: int
@@ -64,7 +64,7 @@ class _Counter(TorchDispatchMode):
     largest: int = 0
 
     def __post_init__(self):
-        # the dataclass's __init__ does not call the mode's
+        # the __init__ of the dataclass does not call that of the mode
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,14 +85,15 @@ class _Counter(TorchDispatchMode):
 def count_operations(function: Callable[[], object]) -> OperationCount:
     """Count the torch operations of a call, such as one training step.
 
-    On a GPU each operation is at least one kernel launch, so a count finds too many small
-    operations even on a machine without a GPU.
+    On a GPU, each operation is at least one kernel launch. A large count therefore reveals too many
+    small operations, even if it is taken on a machine without a GPU.
 
     Args:
-        function: Called once without arguments. A backward pass inside it is counted as well.
+        function: A function that is called once without arguments. A backward pass inside it is
+            counted as well.
 
     Returns:
-        The counts.
+        The counts of operations and bytes.
 
     >>> count_operations(lambda: torch.ones(4, 2) @ torch.ones(2, 3)).by_name
     {'ones': 2, 'mm': 1}

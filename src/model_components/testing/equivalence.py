@@ -1,4 +1,4 @@
-"""Check the numerical equivalence of a fast function and its definition in float64."""
+"""Check the numerical equivalence of a fast function and its definition, run in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Units in the last place allowed for rounding the result: at one element, and on average
+# Allowed error from rounding the result, in units in the last place: largest and on average
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
 # Allowed error where terms cancel to 0, as a share of the largest input; at most the dtype's eps
@@ -17,7 +17,7 @@ _FLOOR = 2.0**-22
 
 
 class NotEquivalent(AssertionError):
-    """A result is outside its error budget."""
+    """Raised if a result has a wrong shape or dtype, is not finite, or exceeds its error budget."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Judgment:
 
     Attributes:
         worst: The largest error divided by its budget, at most 1.
-        what: The tensor and the measure of the largest error.
+        what: The tensor that has the largest error, and how the error was measured.
     """
 
     worst: float
@@ -59,29 +59,29 @@ def check_equivalent(
 ) -> Judgment:
     """Compare a fast function with its definition: the output and every gradient.
 
-    Inputs are rounded to ``dtype`` once. The reference in float64 on these inputs is the truth. The
-    error budget is twice the error of the reference itself in the working dtype, plus a little for
-    rounding. There is one budget for the maximum error and one for the root mean square error. So
-    no tolerance is chosen by hand.
+    Inputs are rounded to ``dtype`` once. The exact result is that of the reference in float64 on
+    these inputs. The error budget is twice the error of the reference itself in the working dtype,
+    plus a little for rounding. There is one budget for the maximum error and one for the root mean
+    square error, so you do not choose tolerances by hand.
 
     Args:
-        fast: Function to check; it gets the inputs as keyword arguments, in ``dtype``.
-        reference: The definition in plain torch; it must work in any float dtype.
-        inputs: Tensors by argument name; floats are rounded to ``dtype``, others stay.
-        dtype: Dtype of the inputs and of the result.
-        working: Dtype in which the reference's error sets the budget; default: ``dtype``. Give
-            float32 for a function that promises float32 arithmetic and one rounding.
+        fast: The function to check. It gets the inputs as keyword arguments, in ``dtype``.
+        reference: The definition in plain torch. It must work in any float dtype.
+        inputs: Tensors by argument name. Floating tensors are rounded to ``dtype``.
+        dtype: The dtype of the inputs and of the result.
+        working: The dtype in which the reference's error sets the budget; default: ``dtype``. Pass
+            float32 for a function that promises float32 arithmetic and a single rounding.
         gradients: Whether to compare the gradient of every floating input, too.
         device: The device that ``fast`` runs on.
         name: The name that error messages begin with.
 
     Returns:
-        The largest error, as a share of its budget.
+        A judgment with the largest error, as a share of its budget.
 
     Raises:
         ValueError: The reference overflows in the working dtype, so there is no budget.
-        NotEquivalent: A wrong shape or dtype, a value that is not finite, or an error above its
-            budget.
+        NotEquivalent: A result has a wrong shape or dtype, a value that is not finite, or an error
+            above its budget.
 
     >>> inputs = {"x": torch.linspace(-1, 1, 8)}
     >>> check_equivalent(lambda x: x.sigmoid(), lambda x: 1 / (1 + (-x).exp()), inputs).worst < 1
@@ -98,7 +98,7 @@ def check_equivalent(
         output = _run(reference, exact, None)["output"]
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        # rounded once, so that every run gets the same numbers exactly
+        # rounded once, so that every run gets exactly the same numbers
         cotangent = drawn.to(dtype).double()
     truth = _run(reference, exact, cotangent)
     working_result = _run(reference, _cast(rounded, working), cotangent)
@@ -115,7 +115,7 @@ def check_equivalent(
         _check_form(f"{name}: {what}", actual[what], true, dtype)
         if not true.numel():
             continue
-        # `.to(dtype)`: the fast function has to round its result, too
+        # `.to(dtype)`, because the fast function has to round its result, too
         for measure in _measures(actual[what], true, working_result[what].to(dtype), floor):
             if measure.ratio > 1:
                 raise NotEquivalent(
@@ -159,7 +159,7 @@ def _scale(inputs: Mapping[str, Tensor], cotangent: Tensor | None) -> float:
 
 
 def _check_form(what: str, actual: Tensor, true: Tensor, dtype: torch.dtype) -> None:
-    """Raise if the shape or dtype is wrong, or if a value is not finite."""
+    """Raise an error if the shape or dtype is wrong, or if a value is not finite."""
     if actual.shape != true.shape:
         raise NotEquivalent(f"{what} has shape {list(actual.shape)}, expected {list(true.shape)}")
     if actual.dtype != dtype:

@@ -19,7 +19,7 @@ BEHAVIORS: dict[str, Behavior] = {
     for module in (copies, forms, autograd, transforms, distributed)
     for function in module.BEHAVIORS
 }
-"""All behaviors by name. Each is a function whose docstring says what it tries."""
+"""All behaviors by name. Each is a function whose docstring says what it checks."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class ModuleReport(Report):
     """The result of `check_module`.
 
     Attributes:
-        passed: Behaviors that match those of torch's own modules.
-        raised: Behaviors that end in an error, and the error.
-        wrong: Behaviors that give a wrong result without an error, and the difference.
+        passed: The names of the behaviors that match those of torch's own modules.
+        raised: The errors of the behaviors that raised one, by the name of the behavior.
+        wrong: The differences of the behaviors that gave a wrong result without an error, by the
+            name of the behavior.
     """
 
     passed: tuple[str, ...]
@@ -37,14 +38,14 @@ class ModuleReport(Report):
     wrong: Mapping[str, str]
 
     def summary(self) -> list[str]:
-        """Count the behaviors."""
+        """Return a line with the numbers of behaviors that passed, raised an error or are wrong."""
         return [
             f"{len(self.passed)} behaviors passed, {len(self.raised)} raised an error, "
             f"{len(self.wrong)} wrong"
         ]
 
     def table(self) -> Table:
-        """List the behaviors that did not pass, with the first part of each message."""
+        """Return the behaviors that did not pass, with the beginning of each message."""
         rows = [
             (name, result, textwrap.shorten(message, 100))
             for result, messages in (("wrong", self.wrong), ("raised", self.raised))
@@ -64,31 +65,34 @@ def check_module(
     """Check that a module can do everything that torch's own modules can do.
 
     A behavior passes if its result agrees with a plain call of the module or with finite
-    differences. If it raises, users at least notice. A behavior that is silently wrong is a bug in
-    the module.
+    differences. A behavior that raises an error is not supported, but users notice that. A behavior
+    that gives a wrong result without an error is a bug in the module.
 
     Args:
-        make: Function that makes the module, in float32 on the CPU. It is called often. The module
-            must be deterministic in training mode, for example without dropout.
-        inputs: Arguments of the module's forward. The batch dimension comes first and has an even
-            size, 4 or more. Gradients are taken with respect to floating inputs.
-        output: Function from the forward's result to one tensor; default: the result is a tensor.
+        make: A function that makes the module, in float32 on the CPU. It is called many times. The
+            module must be deterministic in training mode, for example without dropout.
+        inputs: The arguments of the module's forward. The batch dimension comes first and has an
+            even size, 4 or more. Gradients are taken with respect to floating inputs.
+        output: A function that makes one tensor of the forward's result; default: the result
+            itself, which must be a tensor.
         only: Names of the behaviors to try; default: all of `BEHAVIORS`.
         skip: Names of behaviors that do not apply, such as ``"leading_dimensions"`` if the forward
-            reads sequences, or ``"parameters_reset"`` without a ``reset_parameters``.
-        backend: Backend of `torch.compile`. ``"inductor"`` also compiles kernels, and is slow.
+            reads sequences, or ``"parameters_reset"`` if the module has no ``reset_parameters``.
+        backend: The backend of `torch.compile`. ``"inductor"`` also compiles kernels, and is slow.
 
     Returns:
-        The behaviors that passed, raised an error, or are wrong. Print it for a table.
+        A report of the behaviors that passed, raised an error, or are wrong. Printed, it is a
+        table.
 
     Raises:
-        ValueError: An unknown behavior, a module instead of a function, or inputs of wrong sizes.
+        ValueError: A behavior is unknown, ``make`` is a module instead of a function, or inputs
+            have the wrong sizes.
 
     >>> print(check_module(lambda: torch.nn.Linear(4, 3), torch.ones(6, 4), only=["pickled"]))
     1 behaviors passed, 0 raised an error, 0 wrong
     """
     for name, value in (("only", only), ("skip", skip)):
-        # a string would be read as a list of letters
+        # a string would be read as a list of characters
         if isinstance(value, str):
             raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
     if isinstance(make, nn.Module):
@@ -129,5 +133,5 @@ def check_module(
             raised[name] = f"{type(error).__name__}: {error}"
         else:
             passed.append(name)
-    sys.excepthook = hook  # torch.distributed sets one of its own
+    sys.excepthook = hook  # torch.distributed replaces the hook
     return ModuleReport(tuple(passed), raised, wrong)

@@ -32,27 +32,28 @@ def labels_of_steps(
 
 
 def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
-    """Return the average number of answers in a step, over which a loss is a mean."""
+    """Return the mean number of answers per step, by which a loss is divided."""
     return torch.stack(
         [(answers != -100).sum() for answers in labels_of_steps(labels, steps)]
     ).sum() / len(steps)
 
 
 class StepLoss(nn.Module, ABC):
-    """Cross-entropy of answers, weighted by step; a mean over answered symbols.
+    """The base class of losses: cross-entropy of answers, weighted by step.
 
-    ``grad_steps`` is how many of the last steps have gradients; None: all.
+    A loss is a mean over the symbols that have an answer. ``grad_steps`` is the number of steps at
+    the end through which gradients flow; None: all.
     """
 
     grad_steps: int | None = None
 
     @property
     def counts_from_start(self) -> bool:
-        """Return whether a step's weight depends on the steps since the input was read."""
+        """Whether a step's weight depends on the number of steps since the input was read."""
         return False
 
     def settings(self) -> dict[str, Any]:
-        """Return the loss's class and its numbers, which a resumed run must have."""
+        """Return the loss's class and numeric attributes, which a resume must not change."""
         numbers = {}
         for name, value in vars(self).items():
             if name != "training" and isinstance(value, int | float):
@@ -60,7 +61,7 @@ class StepLoss(nn.Module, ABC):
         return {"class": type(self).__name__} | numbers
 
     def check(self, config: ThinkerConfig) -> None:
-        """Refuse a model that this loss cannot train."""
+        """Raise an error if this loss cannot train the model."""
 
     @abstractmethod
     def supervised(
@@ -68,14 +69,14 @@ class StepLoss(nn.Module, ABC):
     ) -> tuple[int, ...]:
         """Return the supervised steps, counted from 1, of a batch that thinks ``n_step`` steps.
 
-        ``generator`` lives on the CPU.
+        ``generator`` is on the CPU.
         """
 
     @abstractmethod
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor | Sequence[float]:
-        """Return how much each step, row and answer counts: (S,), (S, B) or (S, B, O)."""
+        """Return the weight of each step, row or answer: (S,), (S, B) or (S, B, O)."""
 
     def forward(
         self,

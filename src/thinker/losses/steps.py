@@ -1,4 +1,4 @@
-"""Step losses: of the last step, of all steps, or of the answers that are within reach.
+"""Step losses: on the last step, on all steps, or on the answers that are within reach.
 
 Shapes: B batch, O answer length, S supervised steps.
 """
@@ -18,11 +18,12 @@ from .step_loss import StepLoss
 
 
 class LastAndRandom(StepLoss):
-    """Supervise the last step and a random earlier one, with two read-outs; the default.
+    """The default loss, on the last step and one random earlier step.
 
     Args:
         last: Weight of the last step.
-        random: Weight of the earlier step. Without one, the last step has both weights.
+        random: Weight of the earlier step. If there is no earlier step, the last step has the sum
+            of both weights.
     """
 
     def __init__(self, last: float = 0.7, random: float = 0.3):
@@ -57,7 +58,7 @@ class LastAndRandom(StepLoss):
 
 
 class AllSteps(StepLoss):
-    """Supervise every step that outputs, with equal weights."""
+    """A loss on every step that outputs, with equal weights."""
 
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
@@ -73,7 +74,7 @@ class AllSteps(StepLoss):
 
 
 class LearnedWeights(AllSteps):
-    """Supervise every step that outputs, with learned weights that never fall from step to step.
+    """A loss on every step that outputs, with learned weights that never fall from step to step.
 
     Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
     in favor of an earlier one.
@@ -92,7 +93,8 @@ class LearnedWeights(AllSteps):
         """Return cumulative weights, which grow from step to step."""
         if steps[-1] > len(self.scores):
             raise ValueError(
-                f"LearnedWeights: step {steps[-1]}; expected at most max_steps, {len(self.scores)}"
+                f"LearnedWeights: got step {steps[-1]}; expected at most max_steps, "
+                f"{len(self.scores)}"
             )
         grown = (
             self.scores[: steps[-1]]
@@ -103,7 +105,7 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """Supervise only answers that depend on tokens within reach.
+    """A loss only on answers that depend on tokens within reach.
 
     After t steps, tokens at most t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.
@@ -111,7 +113,7 @@ class Reach(StepLoss):
     neighbors have just read.)
 
     Args:
-        grad_steps: The number of last steps that have gradients; None: all.
+        grad_steps: The number of steps at the end through which gradients flow; None: all.
         window: The model's window; information moves ``window - 1`` tokens a step.
 
     Raises:
@@ -130,11 +132,11 @@ class Reach(StepLoss):
 
     @property
     def counts_from_start(self) -> bool:
-        """True, since the number of steps decides what is in reach."""
+        """True, since the number of steps decides what is within reach."""
         return True
 
     def check(self, config: ThinkerConfig) -> None:
-        """Refuse a model with another window."""
+        """Raise an error if the model has another window."""
         if config.window != self.window:
             raise ValueError(
                 f"Reach: the loss has window={self.window}; expected the model's, {config.window}"

@@ -28,11 +28,12 @@ def accuracies(
 ) -> list[Accuracy]:
     """Measure the accuracy on a batch after each number of steps.
 
-    If the plan is only a loop that outputs in every step, the model runs once, with the most steps.
-    Otherwise it runs once for each number. Rows without an answer are ignored.
+    If the plan is only a loop that outputs in every step, the model runs once, with the largest
+    number of steps. Otherwise the model runs once for each number of steps. Rows without an answer
+    are ignored.
 
     Raises:
-        ValueError: No row has an answer.
+        ValueError: No row has an answer, or logits are not finite.
     """
     inputs = {
         "input_ids": batch["input_ids"].to(model.device),
@@ -71,7 +72,7 @@ def accuracies(
             raise ValueError(
                 f"accuracies: none of {len(asked)} rows has an answer; expected one or more"
             )
-        # a row without answers has no wrong one, but does not count as right
+        # a row without answers has no wrong answer, but does not count as correct
         whole = (right | ~counts).all(1) & asked
         found_accuracies.append(
             Accuracy(
@@ -84,7 +85,7 @@ def accuracies(
 
 
 def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:
-    """Refuse data that do not fit the model."""
+    """Raise an error if the data do not fit the model."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
             f"{operation}: data is a {type(data).__name__}; expected a CurriculumDataset"
@@ -106,20 +107,20 @@ def evaluate_grid(
     """Measure the accuracy on held-out samples for each number of latents and steps.
 
     Args:
-        model: The model; it stays in its mode, training or evaluation.
+        model: The model; its mode, training or evaluation, is the same afterwards.
         data: The data set with the held-out samples.
-        n_latents: Numbers of latents, the rows.
-        n_steps: Numbers of steps, the columns.
-        length: The length of the samples; default: the longest trained on.
+        n_latents: Numbers of latents, one for each row of the result.
+        n_steps: Numbers of steps, one for each column of the result.
+        length: The length of the samples; default: the longest in training.
         samples: The number of samples.
         plan: The operations of each step; default: the model's plan.
         seed: The random seed of the samples.
 
     Returns:
-        Accuracy by latents and steps; it prints as a table and can be drawn.
+        The accuracy by latents and steps, which prints as a table and can be plotted.
 
     Raises:
-        ValueError: A list is empty or has a number below 1, or the model does not have so many
+        ValueError: A list is empty or has a number below 1, or the model does not support so many
             latents.
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
@@ -154,19 +155,19 @@ def evaluate_steps(
     """Measure the accuracy on held-out samples of each length after each number of steps.
 
     Args:
-        model: The model; it stays in its mode, training or evaluation.
+        model: The model; its mode, training or evaluation, is the same afterwards.
         data: The data set with the held-out samples; beyond the lengths in training, all samples
             count as held out.
         lengths: The lengths of samples.
-        n_steps: Numbers of steps, or a function from a length to them; default: the config's
-            number, or the one that the plan requires.
+        n_steps: Numbers of steps, or a function that returns them for a length; default: the
+            config's number, adjusted to the plan by `FlowPlan.num_steps`.
         n_latent: Number of latents; default: the config's.
         samples: The number of samples of each length.
         plan: The operations of each step; default: the model's plan.
         seed: The random seed of the samples.
 
     Returns:
-        Accuracy by length and steps; it prints as a table and can be drawn.
+        The accuracy by length and steps, which prints as a table and can be plotted.
 
     Raises:
         ValueError: A list is empty or has a number below 1, or the samples are longer than the
@@ -183,7 +184,7 @@ def evaluate_steps(
     steps: dict[int, list[int]] = {}
     for length in lengths:
         numbers = n_steps(length) if callable(n_steps) else n_steps
-        # numpy's integers as Python's, which seeds need
+        # NumPy integers become Python integers, which seeds need
         steps[int(length)] = sorted({int(number) for number in numbers})
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(

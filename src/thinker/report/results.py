@@ -14,12 +14,12 @@ from model_components._report import Axes, Figure, Report, Table, axes_for, plai
 
 @dataclass(frozen=True)
 class Accuracy(Report):
-    """Shares of right answers.
+    """The shares of correct symbols and of fully correct rows.
 
     Args:
-        token: The share of right symbols.
-        sequence: The share of rows with every symbol right.
-        rows: The number of rows; 0 if it is not known.
+        token: The share of symbols that are correct.
+        sequence: The share of rows in which every symbol is correct.
+        rows: The number of rows; 0 if unknown.
     """
 
     token: float
@@ -27,7 +27,7 @@ class Accuracy(Report):
     rows: int = 0
 
     def summary(self) -> list[str]:
-        """Return one line: the shares of right symbols and of rows with every symbol right."""
+        """Return one line: the shares of correct symbols and of fully correct rows."""
         return [f"symbols {self.token:.3f}, rows {self.sequence:.3f}"]
 
 
@@ -40,7 +40,7 @@ class Grid(Report):
     cells: tuple[tuple[Accuracy, ...], ...]
 
     def token(self) -> Tensor:
-        """Return the shares of right symbols, (latents, steps)."""
+        """Return the shares of correct symbols, (latents, steps)."""
         return torch.tensor([[cell.token for cell in row] for row in self.cells])
 
     def to_dict(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class Grid(Report):
         return Table(["latents \\ steps", *map(str, self.n_steps)], rows)
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot a heat map of the shares of right symbols, on ``ax`` or in a new figure.
+        """Plot a heat map of the shares of correct symbols, on ``ax`` or in a new figure.
 
         A new figure also has the step curves. This needs the extra ``plot``.
 
@@ -96,14 +96,14 @@ class Grid(Report):
 
 
 _FALL = 0.05
-"""The smallest drop in the share of right rows that `Curves.remarks` reports."""
+"""The smallest drop in the share of correct rows that `Curves.remarks` reports."""
 
 _FEW = 100
-"""Rows below which `Curves.remarks` gives their number: one of them is more than a percent."""
+"""The number of rows below which `Curves.remarks` reports it: one row is more than 1%."""
 
 
 def _fall(rows: int) -> float:
-    """Return the smallest drop of a share of rows that is beyond chance."""
+    """Return the smallest drop in a share of rows that is unlikely to be chance."""
     # two standard errors of a share near one half, but no less than the floor
     return max(_FALL, 1 / math.sqrt(rows)) if rows else _FALL
 
@@ -112,7 +112,7 @@ def _fall(rows: int) -> float:
 class Curves(Report):
     """Accuracy by number of steps, a curve for each length.
 
-    Remarks list the lengths at which more steps made fewer rows right.
+    Remarks list the lengths with few rows, and those at which more steps made fewer rows correct.
     """
 
     lengths: tuple[int, ...]
@@ -120,7 +120,7 @@ class Curves(Report):
     cells: tuple[tuple[Accuracy, ...], ...]
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a mapping for each point: length, steps, and shares of right symbols and rows."""
+        """Return a mapping for each point: length, steps, shares of correct symbols and rows."""
         return [
             {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}
             for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True)
@@ -132,7 +132,7 @@ class Curves(Report):
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
-        """Return percentages of symbols and of rows that are right."""
+        """Return the percentages of correct symbols and of fully correct rows."""
         steps = sorted({step for steps in self.n_steps for step in steps})
         rows = []
         for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
@@ -168,7 +168,9 @@ class Curves(Report):
         return lines
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot shares of right symbols by steps (extra ``plot``), on ``ax`` or in a new figure.
+        """Plot shares of correct symbols by steps, on ``ax`` or in a new figure.
+
+        This needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -196,7 +198,7 @@ def _step_curves(
     n_steps: Sequence[Sequence[int]],
     values: Sequence[Sequence[float]],
 ) -> None:
-    """Plot shares of right symbols against steps, a curve for each name."""
+    """Plot shares of correct symbols against steps, with a curve for each name."""
     for number, (name, steps, shares) in enumerate(zip(names, n_steps, values, strict=True)):
         shade = 0.85 * number / max(1, len(names) - 1)
         color = (0.1 + shade * 0.9, 0.2 + shade * 0.4, 0.7 - shade * 0.6)

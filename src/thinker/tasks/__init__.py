@@ -1,4 +1,4 @@
-"""Tasks: batches of inputs and answers, by name.
+"""Tasks, which draw batches of inputs and answers, and their registry.
 
 Importing this package registers the built-in tasks.
 """

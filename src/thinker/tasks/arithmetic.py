@@ -14,13 +14,14 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("add")
 @dataclass(frozen=True, kw_only=True)
 class Add(Task):
-    """Add two numbers of ``length`` digits; the answer is their sum, one digit longer.
+    """A task of adding two numbers of ``length`` digits; their sum has one digit more.
 
     The input is the first number, the operator, the second number and ``=``. Numbers are written
     with the least significant digit first.
 
     Args:
-        base: The base of the digits; ids are 0 .. base - 1, then the operator, then ``=``.
+        base: The base of the digits. Ids from 0 to base - 1 are digits; the operator and ``=``
+            follow.
         max_value: The largest number to draw; default: all numbers of ``length`` digits are drawn.
     """
 
@@ -107,7 +108,7 @@ def _carried(base: int, digits: Tensor) -> Tensor:  # (B, n) to the same
 @register_task("add_columns")
 @dataclass(frozen=True, kw_only=True)
 class AddColumns(Task):
-    """Add two numbers in columns, as by hand.
+    """A task of adding two numbers in columns, as by hand.
 
     A token is a column of two digits, and the least significant column comes first. The last column
     is zeros, and its answer is the carry. ``length`` is the number of digits.

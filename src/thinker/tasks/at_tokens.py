@@ -18,12 +18,13 @@ def without_layout(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class AtTokens(Task):
-    """Another task, laid out for a model with ``latent_init="tokens"``.
+    """A task that lays out another task for a model with ``latent_init="tokens"``.
 
     A row is a start token and the input. If the answer is not as long as the input, one blank token
-    for each symbol of the answer follows. Labels are at the input's tokens, or at the blanks. Rows
-    are padded on the left, as causal models need. A grid has no start token, so that it stays a
-    grid. The start token's id is the wrapped task's ``vocab_size``, and the blank's id is the next.
+    for each symbol of the answer follows. Labels are at the blanks, if there are any, and otherwise
+    at the input's tokens. Rows are padded on the left, as causal models need. A grid has no start
+    token, so that it stays a grid. The start token's id is the wrapped task's ``vocab_size``, and
+    the blank's id is the next.
 
     Args:
         task: The task to wrap.
@@ -69,13 +70,13 @@ class AtTokens(Task):
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def by_step(self) -> bool:
-        """Return whether the wrapped task has an answer for each step."""
+        """Whether the wrapped task has an answer for each step."""
         return self.task.by_step
 
     @property
     # pyrefly: ignore[bad-override]: of the task within
     def grid(self) -> bool:
-        """Return whether the wrapped task's rows are grids."""
+        """Whether the wrapped task's rows are grids."""
         return self.task.grid
 
     @property
@@ -113,7 +114,7 @@ class AtTokens(Task):
         return self.input_length(length)
 
     def num_samples(self, length: int) -> int:
-        """Return how many samples the wrapped task has of this length."""
+        """Return the approximate number of different inputs of this length in the wrapped task."""
         return self.task.num_samples(length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
@@ -132,7 +133,7 @@ class AtTokens(Task):
         tokens, mask, targets, distance, key = sample
         start = self._start
         blank = self._start + 1
-        if distance is None:  # anything may depend on everything
+        if distance is None:  # any answer may depend on any token
             distance = mask.sum(1, keepdim=True).expand(-1, targets.shape[-1])
         if not self._blanks:  # there are no answers at padding
             targets = targets.masked_fill(~mask[:, None] if targets.dim() == 3 else ~mask, IGNORED)
@@ -142,7 +143,7 @@ class AtTokens(Task):
             tokens = torch.cat([tokens, torch.full_like(targets, blank)], 1)
             mask = torch.cat([mask, known], 1)
             targets = torch.cat([nothing, targets], 1)
-            # the i-th blank lies i places behind the input
+            # the i-th blank is i positions after the end of the input
             distance = torch.cat([torch.zeros_like(nothing), distance + known.cumsum(1)], 1)
         if not self.grid:
             first = torch.full_like(tokens[:, :1], start)

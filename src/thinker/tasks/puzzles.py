@@ -16,10 +16,10 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """Follow pointers: the input is the table of a function f and a start s.
+    """A task of following pointers: the input is the table of a function f, then a start s.
 
-    The first step answers s, and each further step is one more hop. ``length`` is the number of
-    hops: step ``length + 1`` answers f(f(…f(s))).
+    The answer of the first step is s, and each further step takes one more hop. ``length`` is the
+    number of hops: the answer of step ``length + 1`` is f(f(…f(s))).
 
     Args:
         size: The size of the table; ids are indices into it.
@@ -77,7 +77,7 @@ class Hops(Task):
 @register_task("depth")
 @dataclass(frozen=True, kw_only=True)
 class Depth(Task):
-    """Find the bracket depth at each position: openings (0) minus closings (1) so far.
+    """A task of finding the bracket depth at each position: openings (0) minus closings (1).
 
     The depth is never below 0 or above ``max_depth``. ``length`` is the number of brackets.
 

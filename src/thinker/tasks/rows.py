@@ -1,4 +1,4 @@
-"""Rows of your own, of any lengths: pairs of an input and its answer."""
+"""`RowsTask`: your own pairs of an input and its answer, of any lengths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from .task import IGNORED, Sample, Task, integers, row_key, row_words
 Symbol = str | int
 
 _FEW_SPACED = 0.05
-"""A share of texts with spaces below this is taken for a mistake in these texts."""
+"""If the share of texts with spaces is below this number, the spaces are taken for mistakes."""
 
 
 class RowsTask(Task):
     """Pairs of an input and its answer, of any lengths.
 
-    A row is a pair, or a mapping with ``input`` and ``answer``. Both are lists of symbols (texts or
-    whole numbers), or texts. Texts are split at white space if one of them has some, otherwise into
-    characters. The length of a row is the number of symbols of its input.
+    A row is a pair, or a mapping with ``input`` and ``answer``. Input and answer are each a list of
+    symbols (strings or whole numbers) or a text. If any text has white space, all texts are split
+    there; otherwise texts are split into characters. The length of a row is the number of symbols
+    of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
     number of times as many, or the same number for all inputs. Other answers are padded with
@@ -43,10 +44,11 @@ class RowsTask(Task):
 
     Attributes:
         symbols: All symbols, sorted; a symbol's id is its index.
-        lengths: The lengths that rows have, in order.
+        lengths: The lengths that rows have, in ascending order.
 
     Raises:
-        ValueError: There are no rows, or some are not pairs of symbols.
+        ValueError: There are no rows, a row is not a pair of an input and an answer, or only very
+            few texts have white space.
 
     >>> task = RowsTask([("ab", "ba"), ("bca", "acb"), ("a", "a")])
     >>> task.symbols, task.lengths, task.decode(task.encode("cab"))
@@ -77,7 +79,7 @@ class RowsTask(Task):
         kinds = torch.stack([sizes, self._rows.key]).unique(dim=1)
         self._kinds = torch.bincount(kinds[0], minlength=longest + 1)
         self._starts = self._counts.cumsum(0) - self._counts
-        # a length without rows stands for the nearest shorter one with some
+        # a length without rows is replaced by the nearest shorter one with rows
         places = torch.arange(longest + 1).masked_fill(self._counts == 0, self.lengths[0])
         self._nearest = places.cummax(0).values
 
@@ -93,7 +95,7 @@ class RowsTask(Task):
         self._ends = False
         self._pads = 0
         one_answer = len({answer for _, answer in sizes}) == 1
-        # inputs of one length with shorter answers: these may well be of a fixed size
+        # inputs of one length with shorter answers: the answers probably have a fixed size
         shorter = len(sizes) == 1 and all(answer < given for given, answer in sizes)
         if len({answer - given for given, answer in sizes}) == 1 and not shorter:
             self._times = 1
@@ -117,14 +119,14 @@ class RowsTask(Task):
             ids = self.encode(given)
             tokens[row, : len(ids)] = torch.tensor(ids)
             mask[row, : len(ids)] = True
-            # an answer that ends early goes on with the end symbol
+            # an answer that ends early is filled up with the end symbol
             targets[row, : self.output_length(len(given))] = self._end
             targets[row, : len(answer)] = torch.tensor([self._ids[symbol] for symbol in answer])
         key = row_key(tokens, mask, row_words(width, tokens.device))
         return Sample(tokens, mask, targets, None, key)
 
     def __repr__(self) -> str:
-        # a resume compares tasks by it: other rows are another task
+        # a resume compares tasks by their repr, so it must differ if the rows differ
         parts = [x.numpy().tobytes() for x in (self._rows.tokens, self._rows.targets)]
         content = b"".join([*parts, repr(self.symbols).encode()])
         return (
@@ -150,7 +152,7 @@ class RowsTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of symbols, one more if inputs are padded."""
+        """The number of symbols, plus one if inputs are padded."""
         return len(self.symbols) + (self._pads > 0)
 
     def input_length(self, length: int) -> int:
@@ -159,7 +161,7 @@ class RowsTask(Task):
 
     @property
     def output_size(self) -> int:
-        """Return the number of symbols, one more if answers have an end symbol."""
+        """The number of symbols, plus one if answers have an end symbol."""
         return len(self.symbols) + self._ends
 
     def output_length(self, length: int) -> int:
@@ -174,7 +176,7 @@ class RowsTask(Task):
         """Return all rows of a length.
 
         Raises:
-            ValueError: There are none.
+            ValueError: No row has this length.
         """
         if length not in self.lengths:
             raise ValueError(
@@ -184,7 +186,7 @@ class RowsTask(Task):
         return self._cut(torch.arange(first, first + int(self._counts[length])), length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw rows of a length; if there are none, of the nearest shorter one with some."""
+        """Draw rows of a length, or, if there are none, of the nearest shorter length with rows."""
         lengths, longest = self.checked(generator, batch, length)
         lengths = lengths[:, 0].cpu().clamp(max=self.lengths[-1])
         nearest = self._nearest[lengths]
@@ -233,7 +235,7 @@ def _have_spaces(texts: Sequence[str]) -> bool:
     """Return whether texts are split at white space.
 
     Raises:
-        ValueError: Hardly any of them has white space.
+        ValueError: Some texts have white space, but fewer than 5% of those with several characters.
     """
     longer = [text for text in texts if len(text) > 1]
     spaced = [text for text in longer if any(map(str.isspace, text))]
@@ -263,7 +265,7 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
             f"RowsTask: row {number} is {row!r:.80}; expected a pair, or the keys 'input' and "
             "'answer'"
         )
-    # a line's end, or a space after a cell, is no symbol
+    # a newline at the end of a line, or a space after a cell, is not a symbol
     given, answer = (part.strip() if isinstance(part, str) else part for part in pair)
     pair = (given, answer)
     for part in pair:
@@ -279,6 +281,6 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
 
 
 def symbols_of(task: Task) -> list[Symbol] | None:
-    """Return the symbols of a `RowsTask`, in `AtTokens` or not; None for any other task."""
+    """Return the symbols of a `RowsTask`, wrapped in `AtTokens` or not; None for any other task."""
     rows = without_layout(task)
     return list(rows.symbols) if isinstance(rows, RowsTask) else None

@@ -14,7 +14,7 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTask(Task):
-    """A task on sequences of uniformly drawn symbols; a subclass defines `answer`.
+    """The base class of tasks on uniformly drawn symbols; a subclass defines `answer`.
 
     Args:
         symbols: The number of symbols.
@@ -60,7 +60,7 @@ class SequenceTask(Task):
 
 @register_task("copy")
 class Copy(SequenceTask):
-    """The answer is the input itself."""
+    """A task of copying the input."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return the symbols themselves, t_i."""
@@ -73,13 +73,13 @@ class Copy(SequenceTask):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rearranged(SequenceTask):
-    """A task that reorders the input, which neighbors can do by exchanging symbols.
+    """A task of reordering the input, by exchanges of neighboring symbols.
 
     Args:
-        by_step: Whether each step has its own answer: the symbols after so many rounds of
+        by_step: Whether each step has its own answer: for step n, the symbols after n rounds of
             exchanges. Odd rounds exchange the first and second symbol, the third and fourth, and so
-            on; even rounds the second and third, the fourth and fifth, and so on. After n rounds,
-            all n symbols are in place (odd-even transposition, Habermann 1972).
+            on; even rounds the second and third, the fourth and fifth, and so on. A row of n
+            symbols is in its final order after n rounds (odd-even transposition, Habermann 1972).
     """
 
     # pyrefly: ignore[bad-override]: set for each instance
@@ -118,7 +118,7 @@ class _Rearranged(SequenceTask):
 @register_task("reverse")
 @dataclass(frozen=True, kw_only=True)
 class Reverse(_Rearranged):
-    """Reverse the input.
+    """A task of reversing the input.
 
     With ``by_step``, a row of n symbols has answers for n steps only, since further exchanges would
     undo the reversal.
@@ -128,7 +128,7 @@ class Reverse(_Rearranged):
         """Return the symbol from the other end, t_{n-1-i}."""
         if not self.by_step:
             return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
-        over = place >= lengths  # steps are as many as places
+        over = place >= lengths  # there are as many steps as positions
         return self.rounds(tokens, lengths).masked_fill(over[..., None], IGNORED)
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Reverse(_Rearranged):
 
 @register_task("flip")
 class Flip(SequenceTask):
-    """Replace each symbol by its mirror image: the first by the last, and so on."""
+    """A task of replacing symbols with their mirror images: the first with the last, and so on."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return symbols - 1 - t_i."""
@@ -152,7 +152,7 @@ class Flip(SequenceTask):
 @register_task("roll")
 @dataclass(frozen=True, kw_only=True)
 class Roll(SequenceTask):
-    """Rotate the input, so that its end comes to the start.
+    """A task of rotating the input, so that its end comes to the start.
 
     Args:
         shift: The number of positions to shift by.
@@ -168,7 +168,7 @@ class Roll(SequenceTask):
 @register_task("sort")
 @dataclass(frozen=True, kw_only=True)
 class Sort(_Rearranged):
-    """Sort the symbols."""
+    """A task of sorting the symbols."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return the symbols in ascending order."""
@@ -185,7 +185,7 @@ class Sort(_Rearranged):
 @register_task("prefix_sum")
 @dataclass(frozen=True, kw_only=True)
 class PrefixSum(SequenceTask):
-    """Compute each prefix's sum modulo the number of symbols; with two symbols, its parity."""
+    """A task of summing each prefix modulo the number of symbols; with two, this is its parity."""
 
     symbols: int = 2
 

@@ -80,7 +80,7 @@ def sudoku_puzzles(
         if dry == 8:
             raise ValueError(
                 f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; "
-                f"expected {count}; there may not be so many; lower count, or change clues"
+                f"expected {count}; there may be no more: lower count, or change clues"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
@@ -134,18 +134,18 @@ def sudoku_shuffle(
 ) -> Callable[[torch.Generator, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return an augmentation that turns each puzzle into a random equivalent one.
 
-    It renames the digits, permutes rows and columns within bands and the bands themselves, and
-    transposes.
+    It renames the digits, permutes the rows and columns within bands and the bands themselves, and
+    transposes half of the grids.
 
-    Do not use it on 4 x 4 cells: they have so few solutions that a shuffled puzzle can equal a
-    held-out one.
+    Do not use this augmentation for 4 x 4 cells: there are so few solutions that a shuffled puzzle
+    can equal a held-out one.
 
     Args:
         box: Side of a box.
-        clues: The fewest and most clues. A number between them is drawn for each puzzle, and
-            `sudoku_fill` fills in digits up to it. A model that trains on all numbers of clues at
-            once learns from the easy puzzles what the hard ones need. Default: puzzles keep their
-            clues.
+        clues: The fewest and most clues. A number of clues in this range is drawn for each puzzle,
+            and `sudoku_fill` fills in digits up to that number. A model that trains on all numbers
+            of clues at once learns from the easy puzzles what the hard ones need. Default: puzzles
+            keep their clues.
 
     Returns:
         A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for
@@ -198,7 +198,7 @@ def _check(what: str, puzzles: Tensor, box: int) -> None:
         )
     if len(puzzles) and not 0 <= int(puzzles.min()) <= int(puzzles.max()) <= box**2:
         raise ValueError(
-            f"{what}: cells from {int(puzzles.min())} to {int(puzzles.max())}; expected 0 to "
+            f"{what}: cells are {int(puzzles.min())} to {int(puzzles.max())}; expected 0 to "
             f"{box**2}"
         )
 
@@ -223,7 +223,7 @@ def _peers(box: int) -> Tensor:  # (L, L) float
 
 
 def _possible(puzzles: Tensor, box: int) -> Tensor:
-    """Return the possible digits of each cell: all in an empty cell, else the given one."""
+    """Return the possible digits of each cell: all digits in an empty cell, otherwise its own."""
     digits = torch.arange(1, box**2 + 1)
     return (puzzles[..., None] == digits) | (puzzles == 0)[..., None]
 
@@ -253,7 +253,7 @@ def _narrowed(
     going = torch.arange(len(can))
     units = _units(box)
     peers = _peers(box)
-    one = torch.ones(box**2)  # a product with it counts digits, faster than a sum of booleans
+    one = torch.ones(box**2)  # matrix products with it count digits faster than sums do
     while len(going):
         before = can[going].float()
         alone = before * ((before @ one) == 1)[..., None]
@@ -291,8 +291,8 @@ def _choose(generator: torch.Generator, can: Tensor) -> tuple[Tensor, Tensor]:
 def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # (count, L)
     """Make random solved grids.
 
-    Random digits are placed one after another. If none fits in a cell of a grid, the grid starts
-    again.
+    Random digits are placed one after another. If no digit fits in a cell of a grid, the grid
+    starts again.
     """
     empty = torch.ones(count, box**4, box**2, dtype=torch.bool)
     can = empty.clone()
@@ -310,8 +310,8 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (N,)
     """Return whether each puzzle has a solution.
 
-    The search branches on one digit of a cell and its other digits, until it finds a solution or no
-    branch is left.
+    At an undecided cell, the search tries one digit in one branch and the cell's other digits in
+    another, until it finds a solution or no branch is left.
     """
     found = torch.zeros(len(can), dtype=torch.bool)
     owner = torch.arange(len(can))
@@ -337,7 +337,7 @@ def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (
 def _dug(
     generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
 ) -> Tensor:  # (N, L)
-    """Remove digits in random order, each only if the puzzle stays unique and not too hard."""
+    """Remove digits in random order, each only if one solution remains that is not too hard."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]

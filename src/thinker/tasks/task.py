@@ -82,7 +82,7 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
                 f"register_task: {name!r} is {kind!r}; expected a subclass of Task or SequenceTask"
             )
         if name in TASKS:
-            raise ValueError(f"register_task: {name!r} is taken, by {TASKS[name].__name__}")
+            raise ValueError(f"register_task: {name!r} is taken by {TASKS[name].__name__}")
         TASKS[name] = kind
         return kind
 
@@ -100,13 +100,15 @@ def make_task(name: str, **options: object) -> Task:
         The task.
 
     Raises:
-        ValueError: There is no such task, or the task does not have an option.
+        ValueError: There is no such task, or the task rejects an option.
 
     >>> make_task("roll", shift=2).vocab_size
     16
     """
     if name not in TASKS:
-        raise ValueError(f"make_task: no task {name!r}; expected one of {', '.join(sorted(TASKS))}")
+        raise ValueError(
+            f"make_task: there is no task {name!r}; expected one of {', '.join(sorted(TASKS))}"
+        )
     known = list(inspect.signature(TASKS[name]).parameters)
     refuse_unknown(f"make_task {name}", options, known or ["no options"])
     try:
@@ -116,14 +118,14 @@ def make_task(name: str, **options: object) -> Task:
 
 
 class Task(ABC):
-    """A task: its sizes, and how its samples are drawn.
+    """The base class of tasks, which declare their sizes and draw samples.
 
-    ``length`` is a whole number, or a tensor (B,) with one for each row. Shorter rows are padded on
-    the right, or on the left with ``pads_left``. ``default_length`` is the longest in training
-    unless a schedule sets another.
+    ``length`` is a whole number, or a tensor (B,) with a length for each row. Shorter rows are
+    padded on the right, or on the left with ``pads_left``. ``default_length`` is the longest length
+    in training, unless a schedule sets another.
 
     With ``by_step`` the targets are (B, T, O): each of the first T steps has its own answers. With
-    ``grid`` the input is a grid, read row by row, and each answer is at one of its tokens.
+    ``grid`` the input is a grid, read row by row, and each answer belongs to one of its tokens.
     """
 
     min_length: ClassVar[int] = 1
@@ -135,11 +137,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """The number of input ids; ids are below it."""
+        """The number of input ids; all ids are below this number."""
 
     @property
     def output_size(self) -> int:
-        """The number of answer ids; ids are below it."""
+        """The number of answer ids; all ids are below this number."""
         return self.vocab_size
 
     @property
@@ -178,7 +180,7 @@ class Task(ABC):
     def checked(
         self, generator: torch.Generator, batch: int, length: int | Tensor
     ) -> tuple[Tensor, int]:
-        """Check lengths; return them as (B, 1) on the generator's device, and the longest."""
+        """Check lengths; return them as (B, 1) on the generator's device, and the longest one."""
         if isinstance(length, int):
             longest = shortest = length
             lengths = torch.full((batch, 1), length, device=generator.device)
@@ -198,7 +200,7 @@ class Task(ABC):
 
 
 def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
-    """Refuse a task whose samples do not have the shapes and ids that it states."""
+    """Raise an error if a task's samples do not have the shapes and ids that the task declares."""
     sample = task.sample(generator, 2, length)
     name = type(task).__name__
     try:  # training asks for rows of several lengths
@@ -240,7 +242,9 @@ def _check_ids(what: str, ids: Tensor, high: int) -> None:
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
         span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
-        raise ValueError(f"{what} are {ids.dtype}{span}; expected int64 from 0 to {high - 1}")
+        raise ValueError(
+            f"{what} have dtype {ids.dtype}{span}; expected int64 from 0 to {high - 1}"
+        )
 
 
 def row_words(length: int, device: torch.device) -> Tensor:  # (length,)
@@ -266,7 +270,7 @@ def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
 
 
 def at_least(what: str, **least: tuple[int, int]) -> None:
-    """Refuse options, given as (value, minimum), that are no whole numbers or too small."""
+    """Raise an error for options, given as (value, minimum), that are not whole or too small."""
     for name, (value, needed) in least.items():
         if not is_whole(value, needed):
             raise ValueError(

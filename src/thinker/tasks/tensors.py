@@ -19,7 +19,7 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TensorTask(Task):
-    """A fixed data set: batches are rows of it, drawn with replacement. Every row has length 1.
+    """A fixed data set, from which batches are drawn with replacement; every row has length 1.
 
     A `CurriculumDataset` holds out a share of the rows, chosen by a hash of their tokens, and
     evaluates on each of them once.
@@ -32,8 +32,8 @@ class TensorTask(Task):
             and returns (tokens, targets) of the same shapes. It must not turn a row into a held-out
             row; this is not checked.
         grid: Whether each row is a grid, read row by row, with an answer for each cell.
-        symbols: Number of symbols; ids and answers are below it. Default: one more than the largest
-            that occurs.
+        symbols: Number of symbols; ids and answers must be below this number. Default: one more
+            than the largest id for inputs, and one more than the largest answer for answers.
 
     Raises:
         ValueError: The tensors do not fit each other or have invalid ids, or ``augment`` returns
@@ -108,7 +108,7 @@ class TensorTask(Task):
             raise ValueError(f"TensorTask: symbols is {self.symbols}; expected {most + 1} or more")
 
     def __repr__(self) -> str:
-        # a resume compares tasks by it: the same shape with other rows is another task
+        # a resume compares tasks by their repr, so it must differ if the rows differ
         rows = self._rows
         content = b"".join(
             x.cpu().numpy().tobytes() for x in (rows.tokens, rows.mask, rows.targets)
@@ -162,7 +162,7 @@ class TensorTask(Task):
         """Return all rows, which have length 1.
 
         Raises:
-            ValueError: Another length.
+            ValueError: ``length`` is not 1.
         """
         if length != 1:
             raise ValueError(f"TensorTask: expected length 1, which all rows have, got {length}")
@@ -205,7 +205,7 @@ class TensorTask(Task):
 
 
 def _told(value: object) -> str:
-    """Describe a value: a tensor by its shape and type, anything else by its repr."""
+    """Describe a value: a tensor by its shape and dtype, anything else by its repr."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     return repr(value)

@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`, its callbacks, and the recipe's arguments."""
+"""`ThinkerTrainer`, its callbacks, and its default arguments."""
 
 from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, RewindOnPeak, ThinkerCallback

@@ -11,13 +11,14 @@ from transformers import TrainingArguments
 def thinker_arguments(output_dir: str | Path, **changes: Any) -> TrainingArguments:
     """Return `TrainingArguments` with which a model learns most of the package's tasks.
 
-    AdamW with rate 3e-3, β2 .98 and weight decay .01 (on matrices only, see `parameter_groups`);
-    100 warm-up steps, then a cosine to 5 % of the rate; gradients clipped at norm 1; 1000 steps; no
-    checkpoints unless ``save_steps`` is given.
+    AdamW has a learning rate of 3e-3, β2 = 0.98 and a weight decay of 0.01 (only for matrices, see
+    `parameter_groups`). The rate warms up for 100 steps and then falls along a cosine to 5% of its
+    maximum. Gradients are clipped at norm 1. There are 1000 steps, and no checkpoints unless
+    ``save_steps`` is given.
 
     Args:
         output_dir: The folder of checkpoints.
-        **changes: Fields of `TrainingArguments` that differ or are added.
+        **changes: Fields of `TrainingArguments` to change or add.
 
     Returns:
         The arguments, for a `ThinkerTrainer`.

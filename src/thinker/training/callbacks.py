@@ -63,23 +63,23 @@ class ThinkerCallback(TrainerCallback):
     trainer: ThinkerRun
 
     def state_dict(self) -> StateDict:
-        """Return the state that a resume needs."""
+        """Return the state needed to resume training."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a state of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
 
     def on_rewind(self) -> None:
         """Forget the counts of the steps that were undone; called after a rewind."""
 
 
 class CurriculumCallback(ThinkerCallback):
-    """A callback that reports right answers to the schedule.
+    """A callback that reports the numbers of correct answers to the schedule.
 
-    `ThinkerTrainer` adds one if it gets none.
+    `ThinkerTrainer` adds this callback if none is given.
 
     Args:
-        every: Steps between two reports.
+        every: Number of steps between two reports.
     """
 
     def __init__(self, every: int = 10):
@@ -104,7 +104,7 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Report the answers since the last report, every ``every`` steps."""
+        """Every ``every`` steps, report the answers counted since the last report."""
         trainer = self.trainer
         # a report waits for the device, and a schedule without a state ignores it
         if state.global_step % self.every or not trainer.data.schedule.initial():
@@ -131,20 +131,23 @@ class CurriculumCallback(ThinkerCallback):
 class RewindOnPeak(ThinkerCallback):
     """A callback that goes back to the best point if the loss peaks or is not finite.
 
-    Training then continues with new batches at a lower rate.
+    Training then continues with new batches at a lower learning rate.
 
-    The mean loss of every ``every`` steps is compared with the best such mean and with the first
-    step's loss (not with `Reach`: there, the first batch may have hardly any answer within reach).
-    The state at the start of the best ``every`` steps (weights, the loss's parameters, optimizer
-    and schedule) is kept in memory and in checkpoints. After ``limit`` rewinds, the next peak stops
-    the run. The best weights are restored if a run ends on a peak, or, after a rewind, with a loss
-    above the best at the same difficulty. Logs have ``rewinds``, ``peak`` and ``rewound_to_step``.
+    Each window of ``every`` steps has a mean loss, which is compared with the lowest such mean and
+    with the loss of the first step. (With `Reach`, the first step is ignored, since its batch may
+    have hardly any answers within reach.) The state at the start of the best window is kept in
+    memory and in checkpoints: weights, parameters of the loss, optimizer and schedule of lengths.
+    After ``limit`` rewinds, the next peak stops the run.
+
+    The best weights are restored if a run ends on a peak or with parameters that are not finite.
+    After a rewind, they are also restored if the run ends with a loss above the best at the same
+    difficulty. Each rewind logs ``rewinds``, ``peak`` and ``rewound_to_step``.
 
     Args:
-        factor: A loss is a peak if it is above ``factor`` times the best mean, or the first loss if
-            that is lower, plus ``margin``.
+        factor: A mean loss is a peak if it is above ``factor * reference + margin``, where the
+            reference is the lower of the best mean and the first step's loss.
         margin: See ``factor``.
-        every: Steps between two checks of the loss.
+        every: Number of steps between two checks of the loss.
         limit: Maximum number of rewinds.
         cooling: Factor by which each rewind multiplies the learning rate.
 
@@ -174,7 +177,7 @@ class RewindOnPeak(ThinkerCallback):
         self.cooling = cooling
         self.count = 0
         self.best: StateDict = {}
-        self.newest: StateDict = {}  # where the present window began
+        self.newest: StateDict = {}  # where the current window began
         self.first = math.nan  # loss of the first step
         self.last = math.nan  # mean loss of the last window
         self.before: Counts | None = None
@@ -186,7 +189,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Start counting; there is no better point yet."""
+        """Start counting, with the current state as the best point so far."""
         self.count = 0
         self.first = math.nan
         self.last = math.nan
@@ -200,13 +203,13 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Keep a good point, or go back to it after a peak."""
+        """Every ``every`` steps, keep the best point, or go back to it after a peak."""
         assert self.before is not None
         if math.isnan(self.first) and self.trainer.step_loss.counts_from_start:
             # the loss of a batch with few steps has few answers: the first may be near 0
             self.first = math.inf
         if math.isnan(self.first):
-            # a copy, for `since` would move the beginning of the window
+            # a copy, since `Tally.since` would move the beginning of the window
             self.first = mean_loss(self.trainer.tally.since(dict(self.before)))
         if state.global_step % self.every:
             return
@@ -214,7 +217,7 @@ class RewindOnPeak(ThinkerCallback):
         if self._is_peak(self.last):
             if not self.go_back():
                 logger.warning(
-                    "RewindOnPeak: %d rewinds, and the loss peaks again at step %d (%.4g, best "
+                    "RewindOnPeak: after %d rewinds, the loss peaks again at step %d (%.4g, best "
                     "%.4g); training stops",
                     self.limit,
                     state.global_step,
@@ -224,7 +227,7 @@ class RewindOnPeak(ThinkerCallback):
                 control.should_training_stop = True
                 return
         elif self.last < self.best["loss"]:
-            # the point at its beginning: at its end, the loss may be rising to a peak already
+            # the point where the window began: at its end, the loss may already be rising to a peak
             self.best = self.newest | {"loss": self.last}
         self.newest = self._point(state.global_step)
 
@@ -246,12 +249,12 @@ class RewindOnPeak(ThinkerCallback):
             self._rewind()
 
     def go_back(self) -> bool:
-        """Go back to the best point and lower the rate; return False if the limit is reached."""
+        """Go back to the best point and lower the learning rate, or return False at the limit."""
         if self.count == self.limit:
             return False
         self.count += 1
         self._rewind()
-        # at the same rate it would peak again
+        # at the same learning rate, the loss would peak again
         self.trainer.cool(self.cooling)
         return True
 
@@ -267,7 +270,7 @@ class RewindOnPeak(ThinkerCallback):
         } | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
-        """Start counting again; another callback may have gone back."""
+        """Start counting again, since this or another callback has gone back."""
         self.before = self.trainer.tally.mark()
         # the point at the window's beginning belongs to the steps that were undone
         self.newest = self._point(self.trainer.state.global_step)
@@ -286,11 +289,11 @@ class RewindOnPeak(ThinkerCallback):
         )
 
     def state_dict(self) -> StateDict:
-        """Return the count, the best point and the beginning of the present window."""
+        """Return the count, the best point and the beginning of the current window."""
         return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a state of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         for name in ("count", "best", "newest", "first", "last"):
             setattr(self, name, state[name])
         self.before = self.trainer.tally.loaded(state["before"])

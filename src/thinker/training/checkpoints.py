@@ -1,4 +1,4 @@
-"""Packing of a carry for `ThinkerTrainer`'s checkpoints."""
+"""Conversion of a carry for `ThinkerTrainer`'s checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack_carry(carry: ThinkerState | None) -> StateDict | None:
 def unpack_carry(
     packed: StateDict | None, config: ThinkerConfig, device: torch.device
 ) -> ThinkerState | None:
-    """Make a carry from the result of `pack_carry`."""
+    """Rebuild a carry from the result of `pack_carry`."""
     if packed is None:
         return None
 

@@ -35,7 +35,7 @@ def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
     """Check that batches are not drawn farther ahead than the data set's delay."""
     # 2 is the default of DataLoader
     drawn = args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)
-    # all segments of a batch use the state at the first, up to segments - 1 batches ago
+    # all segments of a batch use the state at the first segment, up to segments - 1 steps earlier
     ahead = args.gradient_accumulation_steps + drawn + data.segments - 1
     # a schedule without a state never changes
     if data.schedule.initial() and ahead > data.delay:
@@ -55,8 +55,8 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         has = getattr(config, name)
         if needed > has:
             raise ValueError(
-                f"ThinkerTrainer: the model's {name} is {has}; {type(data.task).__name__} up to "
-                f"length {data.schedule.max_length} needs {needed}"
+                f"ThinkerTrainer: the model's {name} is {has}, but {type(data.task).__name__} up "
+                f"to length {data.schedule.max_length} needs {needed}"
             )
     if data.most_latents is not None and data.most_latents > (
         config.table_size or data.most_latents
@@ -70,7 +70,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Check that some answers come within reach, if the loss counts only these."""
+    """Check that some answers come within reach, if the loss counts only answers within reach."""
     if loss.counts_from_start:
         distance = data.batch(data.step, details=True).get("distance")
     else:
@@ -90,7 +90,8 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
 def check_segments(segments: int, data: CurriculumDataset, loss: StepLoss) -> None:
     """Check the number of segments.
 
-    More than 1 is refused if the task or the loss depends on the number of steps from the start.
+    More than one segment is an error if the task or the loss depends on the number of steps from
+    the start.
     """
     check_value("ThinkerTrainer", "segments", segments, Whole)
     if segments > 1 and (data.task.by_step or loss.counts_from_start):

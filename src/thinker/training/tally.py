@@ -1,4 +1,4 @@
-"""Counts of a training run: right answers and all answers by length, the loss and its steps."""
+"""Counts of a training run: correct answers and all answers by length, and losses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 Counts = dict[str, Tensor]
-"""``right`` and ``total``, (L + 1,), count answers by length. ``loss``, (3,), has the sum of the
-finite losses, their number, and the number of other losses. All are float64."""
+"""``right`` and ``total``, (L + 1,), count correct answers and all answers by length. ``loss``,
+(3,), has the sum of the finite losses, their number, and the number of other losses. All are
+float64."""
 
 
 class Tally:
     """Counts since the start of a run.
 
-    `mark` returns the present counts, and `since` what was counted after a mark.
+    `mark` returns the current counts, and `since` returns what was counted after a mark.
 
     Args:
-        max_length: The longest samples.
+        max_length: The length of the longest samples.
         device: The device of the counts.
         total: A function that sums a tensor over processes.
     """
@@ -43,16 +44,16 @@ class Tally:
         loss = loss.detach().double()
         finite = loss.isfinite()
         self.counts["loss"] += torch.stack(
-            # replaced and not multiplied by 0, which leaves nan as it is
+            # replaced and not multiplied by 0, since nan times 0 is nan
             [loss.where(finite, torch.zeros_like(loss)), finite, ~finite]
         )
 
     def mark(self) -> Counts:
-        """Return a copy of the present counts."""
+        """Return a copy of the current counts."""
         return {name: value.clone() for name, value in self.counts.items()}
 
     def since(self, mark: Counts) -> Counts:
-        """Return the counts since ``mark``, over all processes, and set ``mark`` to now."""
+        """Return the counts since ``mark`` over all processes, and update ``mark``."""
         passed = {}
         for name, value in self.counts.items():
             passed[name] = self._total(value - mark[name])
@@ -60,14 +61,14 @@ class Tally:
         return passed
 
     def loaded(self, counts: Counts) -> Counts:
-        """Load counts from a checkpoint to the device of this process."""
+        """Return a checkpoint's counts, moved to the device of this process."""
         return {name: value.to(self._device) for name, value in counts.items()}
 
 
 def mean_loss(counts: Counts) -> float:
     """Return the mean of the finite losses.
 
-    It is infinite if none is finite, and nan if there are no losses.
+    The result is infinite if no loss is finite, and nan if there are no losses.
     """
     total, finite, other = counts["loss"].tolist()
     if finite:

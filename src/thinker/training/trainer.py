@@ -49,37 +49,40 @@ DrawPlan = Callable[[torch.Generator, int], FlowPlan]
 class ThinkerTrainer(StepTrainer):
     """A `transformers.Trainer` that trains a `LatentThinker` on a `CurriculumDataset`.
 
-    Each batch sets its numbers of steps and latents, and the loss selects the steps that count.
-    Every checkpoint has the position in the data and the states of the schedule, the loss and the
-    callbacks. The random choices of a batch depend only on the seed and its number. So a resumed
-    run equals one that was never stopped. Evaluation is accuracy on held-out samples. Logs have
-    ``accuracy`` (of training answers) and ``difficulty``.
+    Each batch sets its numbers of steps and latents, and the loss selects the steps to supervise.
+    Every checkpoint stores the position in the data and the states of the schedule, the loss and
+    the callbacks. The random choices of a batch depend only on the seed, the rank and the batch's
+    number, so a resumed run equals one that was never interrupted. `evaluate` measures the accuracy
+    on held-out samples. Logs include ``accuracy`` (on training batches) and ``difficulty`` (the
+    schedule's).
 
     Args:
         model: The model to train.
-        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the batch size
-            is the data set's.
+        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the data set's
+            batch size replaces theirs.
         train_dataset: The training data.
         step_loss: The loss, which selects the supervised steps; default: `LastAndRandom`, the last
             step and one random earlier one.
         draw_plan: A function of a generator and a number of steps that draws a plan for each batch,
             such as ``lambda generator, n_step: FlowPlan.random(0.5, n_step, generator=generator)``
             for a model with a memory and static tokens. Default: the model's plan, which evaluation
-            always uses. If a plan needs more steps than its batch has drawn, the batch takes the
-            fewest that the plan allows.
-        segments: The number of optimizer steps for each batch. Each one continues from the latents
-            of the one before, without gradients into it (deep supervision: HRM, Wang et al. 2025;
-            TRM, Jolicoeur-Martineau 2025). A model then learns to continue from its present
-            latents, at the cost of a few steps. ``max_steps`` and the logged speeds count segments.
-        eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest.
+            always uses. If a plan does not allow the number of steps that its batch has drawn,
+            `FlowPlan.num_steps` adjusts the number.
+        segments: The number of optimizer steps for each batch. Each optimizer step continues from
+            the latents of the previous one, without gradients into it (deep supervision: HRM, Wang
+            et al. 2025; TRM, Jolicoeur-Martineau 2025). The model thus learns to continue from
+            latents of many steps, at the cost of a few. ``max_steps`` and the logged speeds count
+            segments.
+        eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest in
+            training.
         eval_samples: The number of samples of each length.
-        **options: Options of `Trainer`. ``eval_dataset`` is a `CurriculumDataset`, too; default:
-            the training data.
+        **options: Options of `Trainer`. ``eval_dataset`` must be a `CurriculumDataset`, too;
+            default: the training data.
 
     Raises:
-        ValueError: The data are longer than the model supports or have other symbols; the loss does
-            not fit the model; ``segments`` is above 1 with a task or a loss that counts steps from
-            the start.
+        ValueError: The samples are longer than the model supports or have other symbols; the loss
+            does not fit the model; or ``segments`` is above 1 with a task or a loss that counts
+            steps from the start.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class ThinkerTrainer(StepTrainer):
         check_kinds(model, train_dataset, step_loss, draw_plan)
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
-        # one plan may miss operations that are drawn rarely; eight find most that do not fit
+        # a single plan may lack operations that are drawn rarely; eight plans reveal most misfits
         for seed in range(8 if draw_plan else 0):
             check_fit(
                 model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model)
@@ -110,7 +113,7 @@ class ThinkerTrainer(StepTrainer):
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
         window = model.config.window
-        # with a window of 1, latents never exchange information, so this does not apply
+        # with a window of 1, latents never exchange information, so the warning does not apply
         if window is not None and window > 1 and not isinstance(self.step_loss, Reach):
             logger.warning(
                 "ThinkerTrainer: step_loss is %s, but the model has window=%d: this loss also "
@@ -153,19 +156,19 @@ class ThinkerTrainer(StepTrainer):
         self._logged = self.tally.mark()
         self._start_of_data = self.data.step
         self._skipped = 0
-        self._carry: ThinkerState | None = None  # from the segment before
+        self._carry: ThinkerState | None = None  # from the previous segment
         if not any(isinstance(c, CurriculumCallback) for c in self.callback_handler.callbacks):
             self.add_callback(CurriculumCallback())
         self.add_callback(_Housekeeping(self))
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, or a class of one; a `ThinkerCallback` gets this trainer."""
+        """Add a callback or a callback class; a `ThinkerCallback` gets access to this trainer."""
         super().add_callback(callback)
         callbacks = self.callback_handler.callbacks
         for known in callbacks:
             if isinstance(known, ThinkerCallback):
                 known.trainer = self
-        # last, since it loads the states of the others
+        # `_Housekeeping` comes last, since it loads the states of the others
         callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
 
     @property
@@ -270,19 +273,19 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def needed_files(self) -> Sequence[str]:
-        """Return the file of the trainer's state, which a complete checkpoint must have."""
+        """Return the files that a complete checkpoint must have: that of the trainer's state."""
         return (self._state_name(0),)
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *rest: Any, **named: Any
     ) -> TrainOutput:
-        """Train, or go on from a checkpoint, as in `StepTrainer.train`."""
-        # it belongs to the rows of another run
+        """Train, or continue from a checkpoint, as in `StepTrainer.train`."""
+        # a carry that is left over belongs to the rows of another run
         self._carry = None
         return super().train(resume_from_checkpoint, *rest, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write the logs, with accuracy, difficulty and the number of losses not finite."""
+        """Write the logs, with the accuracy, the difficulty and the number of non-finite losses."""
         if "loss" in logs:
             counts = self.tally.since(self._logged)
             logs["accuracy"] = float(counts["right"].sum() / counts["total"].sum().clamp(min=1))
@@ -336,7 +339,7 @@ class ThinkerTrainer(StepTrainer):
     def _plan_of(
         self, generator: torch.Generator, model: LatentThinker, n_step: int = 2
     ) -> FlowPlan:
-        """Return the plan of a batch: a drawn one, or the model's."""
+        """Return the plan of a batch: one from ``draw_plan``, or else the model's."""
         if self.draw_plan is None:
             return model.plan
         plan = self.draw_plan(generator, n_step)
@@ -351,9 +354,9 @@ class ThinkerTrainer(StepTrainer):
         return "thinker_state.pt"
 
     def _thinker_callbacks(self) -> dict[str, ThinkerCallback]:
-        """Return the thinker callbacks, named by class and number within it.
+        """Return the thinker callbacks, each named by its class and a number.
 
-        The names let a resumed run have callbacks of other classes as well.
+        With these names, a resumed run may also have callbacks of other classes.
         """
         named: dict[str, ThinkerCallback] = {}
         for callback in self.callback_handler.callbacks:
@@ -363,14 +366,14 @@ class ThinkerTrainer(StepTrainer):
         return named
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # not in on_save: by then the stock trainer has removed the checkpoint before this one
+        # not in on_save: by then the stock trainer has removed the previous checkpoint
         super()._save_optimizer_and_scheduler(output_dir)
         self.save_progress(Path(output_dir))
 
     def save_progress(self, folder: Path) -> None:
         """Write the state that a resume needs in addition to the stock checkpoint.
 
-        Each process writes a file, since it has its own counts.
+        Each process writes its own file, since it has its own counts.
         """
         state = {
             **stamp(1),
@@ -411,7 +414,7 @@ class ThinkerTrainer(StepTrainer):
         }
 
     def _check_settings(self, before: Mapping[str, Any]) -> None:
-        """Refuse to resume with another loss, or with a model of other settings."""
+        """Raise an error if the loss or the model has other settings than in the checkpoint."""
         now = self._settings
         for name in dict.fromkeys([*before, *now]):
             if before.get(name) != now.get(name):
@@ -439,7 +442,8 @@ class ThinkerTrainer(StepTrainer):
     def snapshot(self) -> StateDict:
         """Return a copy of the state that training changes.
 
-        It has the weights, the loss's parameters, the optimizer and the schedule.
+        The copy has the weights, the loss's parameters, and the states of the optimizer and the
+        schedule of lengths.
         """
         return copy.deepcopy(
             {
@@ -469,7 +473,7 @@ class ThinkerTrainer(StepTrainer):
             callback.on_rewind()
 
     def cool(self, factor: float) -> None:
-        """Multiply the learning rate by ``factor``, now and from here on."""
+        """Multiply the learning rate by ``factor`` for the rest of the run."""
         scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
@@ -477,10 +481,10 @@ class ThinkerTrainer(StepTrainer):
             group["lr"] *= factor
 
     def on_not_finite(self, what: str) -> None:
-        """Drop the step's gradients if there is a `RewindOnPeak`, which can go back; else raise.
+        """Drop the step's gradients if there is a `RewindOnPeak`; otherwise raise an error.
 
         Args:
-            what: The cause, worded for the error message.
+            what: The cause, as text for the error message.
 
         Raises:
             DeadRunError: There is no `RewindOnPeak`.
@@ -495,10 +499,10 @@ class ThinkerTrainer(StepTrainer):
         bare_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
     def on_bad_parameters(self, what: str) -> None:
-        """Go back to the best point of a `RewindOnPeak`, or raise if there is none.
+        """Go back to the best point of a `RewindOnPeak`, or raise an error if there is none.
 
         Args:
-            what: The cause, worded for the error message.
+            what: The cause, as text for the error message.
 
         Raises:
             DeadRunError: There is no `RewindOnPeak`, or it has reached its limit.
@@ -525,10 +529,10 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        self.trainer.data.segments = self.trainer.segments  # another trainer may use the same data
+        self.trainer.data.segments = self.trainer.segments  # another trainer may have changed it
         if self.trainer.resumed_from is not None:
             self.trainer.load_progress(self.trainer.resumed_from)
-        # a second `train` counts steps from 0 again, and goes on in the data
+        # a second `train` counts steps from 0 again, and continues in the data
         self.trainer._start_of_data = self.trainer.data.step - self.trainer.seen
 
     def on_train_end(
@@ -548,7 +552,7 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        # DDP wraps the model only
+        # DDP averages only the gradients of the model
         for parameter in self.trainer.step_loss.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.trainer.accelerator.reduce(parameter.grad, "mean")
@@ -560,5 +564,5 @@ class _Housekeeping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        # the stock trainer clears the gradients of the model only
+        # the stock trainer clears only the gradients of the model
         self.trainer.step_loss.zero_grad()

@@ -74,4 +74,6 @@ def test_fused_without_a_gpu_raises_and_does_not_fall_back():
         "try: blend([torch.ones(2, 2)] * 2, torch.ones(2, 1, 2), impl='fused')\n"
         "except ValueError as error: print(error)"
     )
-    assert "needs CUDA" in uninterpreted(code)
+    assert "expected weights on CUDA (or TRITON_INTERPRET=1), got weights on cpu" in uninterpreted(
+        code
+    )

@@ -144,7 +144,9 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
         why = ""
         if "adapter_model.bin" in file_names:
             why = "; adapter_model.bin is a pickle, which can run code: save it with safetensors"
-        raise ValueError(f"{operation}: expected {WEIGHTS} in {path}, got {file_names}{why}")
+        raise ValueError(
+            f"{operation}: expected {WEIGHTS} in {path}, got {', '.join(file_names) or 'none'}{why}"
+        )
     shapes = {}
     with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:
         for name in file.keys():  # noqa: SIM118, not a mapping

@@ -1,4 +1,4 @@
-"""Gradients: first and second, forward and backward, and what may disturb them."""
+"""Behaviors of gradients: first and second order, forward and backward mode, special uses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .subject import (
     trained,
 )
 
-# The step of finite differences in float64: rounding and curvature are then about equally small
+# The step of finite differences in float64, where errors of rounding and curvature are similar
 _STEP = 1e-6
-# A derivative that is smaller than this share of the largest may be nothing but rounding
+# A derivative that is below this share of the largest may be only a rounding error
 _SMALL = 1e-2
-# Relative error of a finite difference, with room for strong curvature
+# Allowed relative error of a finite difference, with a margin for strong curvature
 _FINITE = 1e-3
 
 
@@ -56,7 +56,7 @@ class _Line:
         ]
 
     def at(self, step: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return parameters and inputs after a step of some length."""
+        """Return the parameters and the inputs after a step of the given length."""
         parameters = {name: p + step * self.moves[name] for name, p in self.parameters.items()}
         inputs = [
             x.detach() + step * move if x.is_floating_point() else x
@@ -65,7 +65,7 @@ class _Line:
         return parameters, inputs
 
     def output(self, step: Tensor) -> Tensor:
-        """Return the module's output after a step of this length."""
+        """Return the module's output after a step of the given length."""
         parameters, inputs = self.at(step)
 
         def call(*arguments: Tensor) -> object:
@@ -89,7 +89,7 @@ def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> N
     error = size(actual.detach() - slope)
     require(
         error <= most,
-        f"{what}: expected a finite difference within {most:.1e}, got one {error:.1e} away",
+        f"{what}: expected at most {most:.1e} from the finite difference, got {error:.1e}",
     )
 
 
@@ -125,10 +125,10 @@ def second_gradients(subject: Subject) -> None:
 
 
 def gradient_penalty(subject: Subject) -> None:
-    """Check that a gradient penalty, as in WGAN-GP, trains every parameter."""
+    """Check that a gradient penalty, as in WGAN-GP, gives every parameter the right gradient."""
     module = subject.module(torch.float64)
     inputs = subject.inputs(torch.float64)
-    # a module of token ids has no floating input
+    # a module that reads token ids has no floating input
     wanted = [inputs[number] for number in _floating(inputs)] or list(trained(module).values())
     actual = _penalty_gradients(subject, module, inputs, wanted)
     largest = max((size(gradient) for gradient in actual.values()), default=0.0)
@@ -179,7 +179,7 @@ def forward_mode(subject: Subject) -> None:
 
 
 def backward_twice(subject: Subject) -> None:
-    """Check that a retained graph gives the same gradients again, added to the first."""
+    """Check that a second backward pass of a retained graph adds the same gradients again."""
     module = subject.module()
     expected = subject.step(module)
     inputs = subject.inputs()
@@ -219,7 +219,7 @@ def inputs_frozen(subject: Subject) -> None:
 
 
 def output_changed_in_place(subject: Subject) -> None:
-    """Check that an operation in place on the output, such as ``relu_``, works."""
+    """Check that an in-place operation on the output, such as ``relu_``, works."""
     module = subject.module()
     results = []
     for change in (torch.relu, torch.relu_):
@@ -235,7 +235,7 @@ def output_changed_in_place(subject: Subject) -> None:
 
 
 def changed_before_backward(subject: Subject) -> None:
-    """Check that a change of parameters or buffers before backward raises or has no effect."""
+    """Check that a parameter or buffer changed before backward raises an error or has no effect."""
     expected = subject.step(subject.module())
     first = subject.module()
     names = [name for name, _ in first.named_parameters()]
@@ -244,7 +244,7 @@ def changed_before_backward(subject: Subject) -> None:
         module = subject.module()
         inputs = subject.inputs()
         y = subject.call(module, *inputs)
-        # a copy: the output may be a view of what changes next
+        # a copy, because the output may be a view of the tensor that changes next
         value = y.detach().clone()
         owner, _, last = name.rpartition(".")
         with torch.no_grad():
@@ -259,13 +259,13 @@ def changed_before_backward(subject: Subject) -> None:
 
 
 def checkpointed(subject: Subject) -> None:
-    """Check that both variants of activation checkpointing give the same gradients."""
+    """Check that both variants of activation checkpointing give the same results."""
     module = subject.module()
     expected = subject.step(module)
     floating = bool(_floating(subject.inputs()))
     for reentrant in (False, True):
         if reentrant and not floating:
-            continue  # torch's reentrant variant needs an input with a gradient
+            continue  # torch's reentrant variant needs an input that requires a gradient
 
         def through(*inputs: Tensor, reentrant: bool = reentrant) -> object:
             def call(*arguments: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def optimizers(subject: Subject) -> None:
             twin = copy.deepcopy(module)
             twin_parameters = list(trained(twin).values())
             for parameter, gradient in zip(twin_parameters, actual, strict=True):
-                # the same numbers for all, so that only the optimizer's step can differ
+                # the same gradients for all, so that only the optimizer's step can differ
                 parameter.grad = gradient
             foreach = option == "foreach"
             fused = option == "fused"

@@ -1,4 +1,4 @@
-"""Copies of a module and its state."""
+"""Behaviors of copies of a module and of its state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _disturb_(module: nn.Module) -> None:
 
 
 def deepcopied(subject: Subject) -> None:
-    """Check that a deep copy computes the same and shares no trained parameter."""
+    """Check that a deep copy gives the same results and shares no trained parameter."""
     module = subject.module()
     expected = subject.step(module)
     twin = copy.deepcopy(module)
@@ -33,14 +33,14 @@ def deepcopied(subject: Subject) -> None:
 
 
 def pickled(subject: Subject) -> None:
-    """Check that a pickled module computes the same."""
+    """Check that a pickled and unpickled module gives the same results."""
     module = subject.module()
     twin = pickle.loads(pickle.dumps(module))
     same(subject.step(twin), subject.step(module), "the unpickled module")
 
 
 def state_dict_saved(subject: Subject) -> None:
-    """Check that a saved state can be read with ``weights_only`` and loaded with ``strict``."""
+    """Check that a saved state dict can be read with ``weights_only``, and loads strictly."""
     module = subject.module()
     expected = subject.step(module)
     buffer = io.BytesIO()
@@ -52,7 +52,7 @@ def state_dict_saved(subject: Subject) -> None:
 
 
 def state_dict_assigned(subject: Subject) -> None:
-    """Check that a module on the meta device loads a state with ``assign=True``."""
+    """Check that a module on the meta device loads a state dict with ``assign=True``."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())
@@ -64,7 +64,7 @@ def state_dict_assigned(subject: Subject) -> None:
 
 
 def meta_device(subject: Subject) -> None:
-    """Check that the forward works on the meta device, and ``to_empty`` and a state restore it."""
+    """Check the forward on the meta device, and the way back with ``to_empty`` and a state dict."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())
@@ -82,12 +82,12 @@ def meta_device(subject: Subject) -> None:
 
 
 def state_replaced_after_use(subject: Subject) -> None:
-    """Check that a used module follows newly loaded weights and keeps no old result."""
+    """Check that a module that was used before gives the output of newly loaded weights."""
     module = subject.module()
     other = subject.module()
     _disturb_(other)
     state = copy.deepcopy(other.state_dict())
-    # a module may keep a computed weight in evaluation only
+    # in evaluation mode only, a module may keep a computed weight
     for mode in (True, False):
         other.train(mode)
         module.train(mode)
@@ -103,7 +103,7 @@ def state_replaced_after_use(subject: Subject) -> None:
 
 
 def parameters_as_vector(subject: Subject) -> None:
-    """Check that parameters go into one vector and back."""
+    """Check that parameters can be converted to one vector and back."""
     module = subject.module()
     expected = subject.step(module)
     vector = parameters_to_vector(module.parameters()).detach().clone()
@@ -127,7 +127,7 @@ def averaged(subject: Subject) -> None:
 
 
 def parameters_reset(subject: Subject) -> None:
-    """Check that ``reset_parameters`` draws all trained parameters again, equal for equal seeds."""
+    """Check that ``reset_parameters`` redraws all trained parameters, reproducibly for a seed."""
     module = subject.module()
     states = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Training with several processes, checked in a single process."""
+"""Behaviors of training with several processes, checked in a single process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
     @functools.wraps(work)
     def behavior(subject: Subject) -> None:
         if dist.is_initialized():
-            # the caller's group, which stays as it is
+            # uses the caller's group, and leaves it as it is
             work(subject)
             return
-        backend = "gloo" if subject.device.type == "cpu" else None  # None: torch chooses
+        backend = "gloo" if subject.device.type == "cpu" else None  # with None, torch chooses
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             work(subject)
@@ -39,7 +39,7 @@ def _in_one_process(work: Callable[[Subject], None]) -> Behavior:
 
 @_in_one_process
 def data_parallel(subject: Subject) -> None:
-    """Check that ``DistributedDataParallel`` gives the same gradients."""
+    """Check that ``DistributedDataParallel`` gives the same output and gradients."""
     module = subject.module()
     expected = subject.step(module)
     wrapped = DistributedDataParallel(module)
@@ -53,7 +53,7 @@ def data_parallel(subject: Subject) -> None:
 
 @_in_one_process
 def fully_sharded(subject: Subject) -> None:
-    """Check that ``fully_shard`` (FSDP2) gives the same gradients."""
+    """Check that ``fully_shard`` (FSDP2) gives the same output and gradients."""
     expected = subject.step(subject.module())
     module = subject.module()
     fully_shard(module, mesh=init_device_mesh(subject.device.type, (1,)))
@@ -62,7 +62,7 @@ def fully_sharded(subject: Subject) -> None:
 
 
 def _whole(value: Tensor | None) -> Tensor | None:
-    """Return a sharded tensor as a plain one."""
+    """Return a sharded tensor as a plain tensor; other values are unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

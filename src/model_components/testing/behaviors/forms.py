@@ -1,4 +1,4 @@
-"""Dtypes and shapes of inputs."""
+"""Behaviors for different dtypes and shapes of inputs, and in both modes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .subject import Behavior, Subject, cotangent, gradients_of, near, require, same
 
-# Differences that are normal for bfloat16's 8 bits after a few sums, relative to the largest value
+# Differences, relative to the largest value, that are normal for sums in bfloat16 (8 bits)
 _HALF_PRECISION = 0.1
 
 
@@ -77,7 +77,7 @@ def leading_dimensions(subject: Subject) -> None:
 
 
 def batch_of_one(subject: Subject) -> None:
-    """Check that a row alone gives the same output as in a batch."""
+    """Check that a single row gives the same output as in a batch."""
     # in training mode, a batch normalization rightly depends on the whole batch
     module = subject.module().eval()
     y = subject.call(module, *subject.inputs())
@@ -85,7 +85,7 @@ def batch_of_one(subject: Subject) -> None:
 
 
 def empty_batch(subject: Subject) -> None:
-    """Check that a batch without rows gives an output without rows and gradients of zero."""
+    """Check that an empty batch gives an empty output and no gradients other than zero."""
     module = subject.module()
     inputs = [x.detach()[:0].requires_grad_(x.requires_grad) for x in subject.inputs()]
     y = subject.call(module, *inputs)
@@ -104,13 +104,13 @@ def strided_inputs(subject: Subject) -> None:
     """Check that inputs that are not contiguous give the same output."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
-    # every second number of tensors that are twice as long
+    # every second number of tensors that are twice as large
     strided = [torch.stack([x.detach(), x.detach()], -1)[..., 0] for x in subject.inputs()]
     near("the output", subject.call(module, *strided), expected)
 
 
 def modes_switched(subject: Subject) -> None:
-    """Check that ``train`` and ``eval`` return the module, and that two evaluations are equal."""
+    """Check that ``train`` and ``eval`` return the module, and that evaluation is repeatable."""
     module = subject.module()
     require(module.eval() is module, "eval() does not return the module")
     first = subject.call(module, *subject.inputs())

@@ -1,4 +1,4 @@
-"""`Subject`: the module under test; and functions that compare results."""
+"""`Subject`, the module under test, and functions that compare results."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-# Relative error of float32 sums in another order; wrong results differ by far more
+# Relative error from the order of float32 sums; wrong results differ by far more
 NEAR = 1e-4
 
 
 class WrongResult(AssertionError):
-    """A behavior gives a wrong result without an error."""
+    """An error for a behavior that gives a wrong result without raising an error itself."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -25,10 +25,10 @@ class Subject:
     """A module under test.
 
     Args:
-        make: Function that makes the module.
-        inputs: Arguments of its forward.
-        output: Function from the forward's result to one tensor.
-        backend: Backend of `torch.compile`.
+        make: A function that makes the module.
+        inputs: The arguments of the module's forward.
+        output: A function that makes one tensor of the forward's result; None if it is a tensor.
+        backend: The backend of `torch.compile`.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the inputs."""
+        """The device of the inputs."""
         return self.given[0].device
 
     def module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return a new module in training mode, the same each time."""
+        """Return a new module in training mode, with the same parameters each time."""
         torch.manual_seed(0)
         return self.make().train().to(dtype)
 
@@ -62,7 +62,7 @@ class Subject:
 
     def call(self, module: Callable[..., object], *inputs: Tensor) -> Tensor:
         """Return a module's output as one tensor."""
-        # random numbers that a forward draws are the same in each call
+        # so that a forward that draws random numbers draws the same ones in each call
         torch.manual_seed(0)
         result = module(*inputs)
         if self.output is not None:
@@ -70,7 +70,7 @@ class Subject:
         if not isinstance(result, Tensor):
             raise TypeError(
                 f"check_module: the forward returns {type(result).__name__}, expected a tensor; "
-                "pass output= to make a tensor of it"
+                "pass a function to output= that makes a tensor of the result"
             )
         return result
 
@@ -116,7 +116,7 @@ def gradients_of(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tenso
 def cotangent(y: Tensor) -> Tensor:
     """Return a fixed gradient to propagate from an output."""
     generator = torch.Generator().manual_seed(1)
-    # in float64, because torch draws other numbers in other dtypes
+    # in float64, because the numbers that torch draws depend on the dtype
     drawn = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     return drawn.to(y.dtype).to(y.device)
 
@@ -132,11 +132,11 @@ def near(
     """Compare two tensors.
 
     Args:
-        what: Name of the tensor in a message.
+        what: The name of the tensor in messages.
         actual: The tensor, or None.
         expected: The expected tensor, or None.
-        limit: Largest difference, as a share of the scale.
-        scale: Size that differences are compared with; default: the largest expected value.
+        limit: The largest allowed difference, as a share of the scale.
+        scale: The value that differences are relative to; default: the largest expected value.
     """
     if actual is None or expected is None:
         require(actual is expected, f"{what}: expected {_kind(expected)}, got {_kind(actual)}")
@@ -160,7 +160,7 @@ def near(
 
 
 def size(tensor: Tensor | None) -> float:
-    """Return the largest absolute value, or 0."""
+    """Return the largest absolute value of a tensor, or 0 for None and empty tensors."""
     if tensor is None or not tensor.numel():
         return 0.0
     return float(tensor.detach().abs().max())
@@ -179,8 +179,8 @@ def same(
 ) -> None:
     """Compare the results of two training steps.
 
-    Errors of gradients are relative to the largest gradient. A gradient may be zero in theory, for
-    example that of a bias before a normalization, so that only rounding is left of it.
+    Errors of gradients are relative to the largest gradient, because some gradients are zero in
+    theory and consist of rounding errors only, such as that of a bias before a normalization.
     """
     require(
         actual.keys() == expected.keys(),

@@ -1,4 +1,4 @@
-"""`torch.func`, `torch.compile` and `torch.export`."""
+"""Behaviors under `torch.func`, `torch.compile` and `torch.export`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _loss_of(subject: Subject, module: nn.Module) -> Callable[..., Tensor]:
 
 
 def called_functionally(subject: Subject) -> None:
-    """Check that ``functional_call`` takes the module's whole state."""
+    """Check that ``functional_call`` uses the given state instead of the module's own."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
     state = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         for parameter in trained(module).values():
-            # so that a module that reads its own parameters instead of the given state is detected
+            # to detect a module that reads its own parameters instead of the given state
             parameter.add_(1.0)
 
     def call(*inputs: Tensor) -> object:
@@ -51,14 +51,14 @@ def func_grad(subject: Subject) -> None:
     actual = grad(_loss_of(subject, module))(parameters, *inputs)
     expected = {}
     for name, parameter in trained(module).items():
-        # `grad` gives zeros for a parameter that has no part in the output
+        # `grad` gives zeros for a parameter that does not affect the output
         unused = parameter.grad is None
         expected[name] = torch.zeros_like(parameter) if unused else parameter.grad
     same(actual, expected, "torch.func.grad")
 
 
 def func_vmap(subject: Subject) -> None:
-    """Check that ``vmap`` over batches gives the same as a loop."""
+    """Check that ``vmap`` over batches gives the same output as a loop."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     batches = [torch.stack([x, x.flip(0)]) for x in inputs]
@@ -68,7 +68,7 @@ def func_vmap(subject: Subject) -> None:
 
 
 def per_sample_gradients(subject: Subject) -> None:
-    """Check that ``vmap`` of ``grad`` gives gradients of rows that sum to the batch's gradient."""
+    """Check that per-row gradients from ``vmap`` of ``grad`` sum to the batch's gradient."""
     module = subject.module()
     inputs = [x.detach() for x in subject.inputs()]
     parameters = {name: p.detach() for name, p in trained(module).items()}
@@ -87,7 +87,7 @@ def jacobians(subject: Subject) -> None:
     """Check that forward and reverse mode give the same Jacobian."""
     module = subject.module(torch.float64)
     inputs = [x.detach()[:1] for x in subject.inputs(torch.float64)]
-    # the smallest parameter, because the Jacobian grows with its elements
+    # the smallest parameter, because the size of the Jacobian grows with it
     name, parameter = min(trained(module).items(), key=lambda item: item[1].numel())
 
     def output(value: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def jacobians(subject: Subject) -> None:
 
 
 def compiled_training(subject: Subject) -> None:
-    """Check that one compiled graph trains with the same gradients."""
+    """Check that one compiled graph gives the same output and gradients in training."""
     module = subject.module()
     expected = subject.step(module)
-    # else compilations of earlier behaviors would count toward torch's limit
+    # otherwise compilations of earlier behaviors would count toward torch's limit
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
     inputs = subject.inputs()
@@ -122,7 +122,7 @@ def compiled_training(subject: Subject) -> None:
 
 
 def compiled_evaluation(subject: Subject) -> None:
-    """Check that one compiled graph evaluates, without gradients."""
+    """Check that one compiled graph gives the same output in evaluation without gradients."""
     module = subject.module().eval()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend)
@@ -132,7 +132,7 @@ def compiled_evaluation(subject: Subject) -> None:
 
 
 def compiled_for_any_batch(subject: Subject) -> None:
-    """Check that one compiled graph serves batches of any size."""
+    """Check that one compiled graph gives the same output for batches of several sizes."""
     module = subject.module()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=subject.backend, dynamic=True)
@@ -150,7 +150,7 @@ def exported(subject: Subject) -> None:
     """Check that ``torch.export`` captures the module for batches of 2 or more rows."""
     module = subject.module().eval()
     inputs = tuple(x.detach() for x in subject.inputs())
-    # from 2 on, because torch.export treats sizes 0 and 1 as constants
+    # at least 2, because torch.export treats sizes 0 and 1 as constants
     batch = torch.export.Dim("batch", min=2, max=1 << 20)
     shapes = (tuple({0: batch} for _ in inputs),)
     program = torch.export.export(_Wrapped(module), inputs, dynamic_shapes=shapes).module()
@@ -160,7 +160,7 @@ def exported(subject: Subject) -> None:
 
 
 class _Wrapped(nn.Module):
-    """A module whose forward takes ``*inputs``, whatever the inner module names its arguments."""
+    """A module whose forward takes ``*inputs``, whatever the names of the inner arguments."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

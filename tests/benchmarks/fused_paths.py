@@ -302,15 +302,16 @@ def section() -> list[str]:
     lines = [
         "## Fused paths",
         "",
-        "Milliseconds, medians; all ways in turn in one process; a line for each operation, size "
-        "and mode. The floor is the larger of two "
-        "times: the fewest operations that the result needs, at the rate of a large matrix "
-        "product, and the fewest bytes, at the rate of a large copy, both measured in the same "
-        "process. The library is the dense layer for masks (trained) and Kronecker factors, and "
-        "peft for LoRA. Plain is the formula in torch; eager and fused are ours. For "
-        "`LatentThinker`, plain and fused are the same model with torch's plain and fused "
-        "attention. On the GPU, times below about 0.3 ms are mostly the time to start kernels; on a "
-        "shared CPU the floor's rates vary, too.",
+        "Median times in milliseconds. All variants run alternately in one process, and each "
+        'operation, size and mode has one line. "floor" is a lower bound, the larger of two '
+        "times: that of the fewest operations that the result needs, at the rate of a large "
+        "matrix product, and that of the fewest bytes, at the rate of a large copy, both "
+        'measured in the same process. "library" is the dense layer for masks (trained) and '
+        'Kronecker factors, and peft for LoRA. "plain" is the formula in torch; "eager" and '
+        '"fused" are the paths of this library. For `LatentThinker`, "plain" and "fused" are '
+        "the same model with torch's plain and fused attention. On the GPU, times below about "
+        "0.3 ms are mostly the time to start kernels; on a shared CPU the rates of the lower "
+        "bound vary, too.",
         "",
     ]
     rows = latest("fused_paths.csv")

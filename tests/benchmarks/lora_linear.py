@@ -162,7 +162,7 @@ def write_table() -> None:
         f"Medians over layers of {', '.join(f'{i} to {o}' for i, o in SHAPES)} and ranks "
         f"{', '.join(map(str, RANKS))}, and the worst of them; time against peft with adapters in "
         "the model's dtype, what is kept against peft's default, float32 adapters. One thread, "
-        f"CPU seconds, all in turn in one process. {found['hardware']}; {found['versions']}; "
+        f"CPU seconds, all alternately in one process. {found['hardware']}; {found['versions']}; "
         f"{found['date']} at {found['commit']}.",
     ]
     put(GUIDE, lines, "speed")

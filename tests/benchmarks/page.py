@@ -31,78 +31,87 @@ TABLES = {
         "merge_models",
         ("mergekit_lite", "1 thread"),
         "cpu",
-        "CPU seconds of whole processes, imports and hashes included; in turn, a fresh process "
-        "each. `ratio` is against mergekit_lite with one thread. Cold is the first merge on a "
-        "machine, which compiles kernels; eager runs torch functions in their place. The floor is "
-        "the copy and `import numpy`. Spectral methods have no kernel; the dense script loads both "
-        "models whole and calls `torch.linalg.svd`.",
+        "CPU seconds of whole processes, including imports and hashes. Variants run "
+        "alternately, each in a new process. `ratio` is relative to mergekit_lite with one "
+        'thread. "cold" is the first merge on a machine, which compiles kernels; "eager" runs '
+        "torch functions instead of kernels. The lower bound is the file copy and `import "
+        "numpy`. Spectral methods have no kernel; the dense script loads both models "
+        "completely and calls `torch.linalg.svd`.",
     ),
     "masked_linear": Table(
         "masked_linear",
         ("nn.Linear", ""),
         "wall",
-        "Wall-clock seconds. All variants were timed in turn in one process. `ratio` is the time divided by that of a trainable `nn.Linear` of "
-        "the same size, which is the floor (three products). `plain` is `F.linear(x, m[0] * W[0] + "
-        "m[1] * W[1])`. `saved` is what autograd keeps until backward beyond what is resident; "
-        "peaks are of processes of their own.",
+        "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
+        "the time divided by that of a trainable `nn.Linear` of the same size, which is the "
+        "lower bound (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. "
+        "`saved` is the memory that autograd keeps until the backward pass in addition to "
+        "parameters and inputs. Peaks were measured in separate processes.",
     ),
     "masked_kl": Table(
         "masked_kl",
         ("plain", ""),
         "wall",
-        "Wall-clock seconds. All variants were timed in turn in one process. `ratio` is the time divided by that of the naive code: full logits, "
-        "`log_softmax`, `kl_div`. Peaks are of processes of their own.",
+        "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
+        "the time divided by that of the straightforward code: full logits, `log_softmax`, "
+        "`kl_div`. Peaks were measured in separate processes.",
     ),
     "mask_training_step": Table(
         "One training step of masks",
         ("plain", ""),
         "wall",
-        "Wall seconds of a first, cold step, one run in a process of its own. Peaks are what it "
-        "adds to the resident models: two for masks, one for the other students of `learn_merge` "
-        "(lora, all), which have cached teachers, and for a fine-tune. The plain way has every "
-        "merged weight and whole logits in the graph. One thread, beside other work: read the "
-        "peaks, not the times.",
+        "Wall-clock seconds of a first step without warm-up, one run in a separate process. "
+        "Peaks are the memory that the step adds to the loaded models: two for masks, and one "
+        "for a fine-tune and for the other students of `learn_merge` (lora, all), which have "
+        'cached teachers. "plain" has every merged weight and whole logits in the graph. One '
+        "thread, while other programs ran: compare the peaks, not the times.",
     ),
     "kron_linear": Table(
         "kron_linear",
         ("nn.Linear", ""),
         "cpu",
-        "CPU seconds, one thread; in turn in one process. `ratio` is against a dense `nn.Linear`. "
-        "One token goes through twelve layers with weights of their own, as in decoding. `saved` "
-        "is what autograd keeps beyond the parameters, x included. tensorly-torch: its factorised "
-        "block tensor train, the same sum of Kronecker products.",
+        "CPU seconds of one thread; variants run alternately in one process. `ratio` is "
+        "relative to a dense `nn.Linear`. One token goes through twelve layers with separate "
+        "weights, as in decoding. `saved` is the memory that autograd keeps in addition to "
+        "the parameters, including x. tensorly-torch is its factorized block tensor train, "
+        "which is the same sum of Kronecker products.",
     ),
     "kron_model": Table(
         "GPT-2 124M, dense and compressed",
         ("dense", ""),
         "wall",
-        "Wall seconds; in turn in one process. A training step is forward, backward and fused "
-        "AdamW; generation is greedy, with a cache. The sequential start was timed once.",
+        "Wall-clock seconds; variants run alternately in one process. A training step is "
+        "forward, backward and fused AdamW; generation is greedy, with a cache. The "
+        "sequential initialization was timed once.",
     ),
     "lora_step": Table(
         "Whole models with LoRA",
         ("peft", ""),
         "cpu",
-        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, "
-        "AdamW. `ratio` is against peft with adapters in the model's dtype. Peaks are what a step "
-        "adds to the resident model, in processes of their own.",
+        "CPU seconds of one thread; variants run alternately in one process. A step is "
+        "forward, loss, backward and AdamW. `ratio` is relative to peft with adapters in the "
+        "model's dtype. Peaks are the memory that a step adds to the loaded model, measured "
+        "in separate processes.",
     ),
     "lora_loss": Table(
         "A step's loss without logits",
         ("peft", ""),
         "cpu",
-        "CPU seconds, one thread; in turn in one process; a step is forward, loss, backward, AdamW. "
-        "`ratio` is against peft with adapters in the model's dtype. Peaks are what a step adds to "
-        "the resident model, in processes of their own.",
+        "CPU seconds of one thread; variants run alternately in one process. A step is "
+        "forward, loss, backward and AdamW. `ratio` is relative to peft with adapters in the "
+        "model's dtype. Peaks are the memory that a step adds to the loaded model, measured "
+        "in separate processes.",
     ),
     "thinker": Table(
         "thinker",
         ("nn.TransformerDecoderLayer", ""),
         "cpu",
-        "CPU seconds, one thread; in turn in one process. `think` is eight steps and one read-out, "
-        "with the same widths and read-out; `ratio` is against torch's decoder layer as the shared "
-        "block. perceiver-pytorch is its weight-tied Perceiver, which reads out a mean. `saved` is "
-        "what autograd keeps beyond the parameters. `gradients` is 32 steps of 128 x 100 tokens.",
+        "CPU seconds of one thread; variants run alternately in one process. `think` is eight "
+        "steps and one read-out of the answer, with the same widths and the same read-out; "
+        "`ratio` is relative to torch's decoder layer as the shared block. perceiver-pytorch "
+        "is its weight-tied Perceiver, which outputs a mean. `saved` is the memory that "
+        "autograd keeps in addition to the parameters. `gradients` is 32 steps of 128 x 100 "
+        "tokens.",
     ),
 }
 
@@ -138,7 +147,7 @@ def _grouped(rows: Sequence[Mapping[str, str]], *names: str) -> dict[tuple[str, 
 def summary(rows: Sequence[Mapping[str, str]], table: Table) -> list[str]:
     """A line for each way, over all shapes."""
     lines = [
-        "| operation | way | dtype | shapes | time, ratio | least to most | peak MB, at most |",
+        "| operation | variant | dtype | shapes | time, ratio | least to most | peak MB, at most |",
         "|---" * 7 + "|",
     ]
     ratios = ratios_of(rows, table)
@@ -191,10 +200,11 @@ def write_page() -> None:
     lines = [
         "# What was measured",
         "",
-        "Every figure comes from a row that a benchmark script wrote, which ran all ways in turn "
-        "(`make bench`). The machines are shared and noisy: read the ratios. An operation is only "
-        "timed after its equivalence tests have passed. A table has a line for each way, over all "
-        "shapes that were timed; each file has every row, with its commit, date and versions.",
+        "Benchmark scripts write every figure (`make bench`). They run all variants "
+        "alternately. The machines are shared, so times vary: compare the ratios. An "
+        "operation is timed only after its equivalence tests have passed. A table has one "
+        "line for each variant, over all shapes that were timed; the linked file has every "
+        "measurement, with its commit, date and versions.",
         "",
     ]
     lines += fused_paths.section()

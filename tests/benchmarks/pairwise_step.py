@@ -270,7 +270,7 @@ def write_table() -> None:
         "",
         "MiniLM, 6 layers, AlpacaEval's pairs; real tokens, CPU seconds of one thread, medians of "
         f"{some['runs']}; in brackets how many times as long as ours. Forward is from texts to "
-        "verdicts: the careful way sorts single texts by length and batches them by tokens, under "
+        "verdicts; the padded variant sorts single texts by length and batches them by tokens, under "
         "sdpa. Lines may be of different processors: compare along a line, not between lines. "
         f"{some['hardware']}; {some['versions']}; {some['date']} at "
         f"{', '.join(dict.fromkeys(row['commit'] for row in rows))}.",

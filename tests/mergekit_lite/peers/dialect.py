@@ -34,7 +34,7 @@ TOLERANCE = 2e-4  # of a projection; the largest that float32 noise makes is 1.4
 # Recipes that both run, to different results.
 DIFFERENT = {
     "bfloat16 models: we compute in float32 and round once; mergekit computes in bfloat16, "
-    "except for linear and slerp, where a last bit may differ": (
+    "except for linear and slerp, where the last bit may differ": (
         "dtype_bfloat16 dtype_only_out dtype_torch_prefix dtype_float32_out_bfloat16 bf16_linear "
         "bf16_task_arithmetic bf16_ties bf16_nuslerp bf16_multislerp bf16_karcher bf16_model_stock "
         "bf16_sce bf16_arcee_fusion bf16_nearswap"
@@ -45,18 +45,17 @@ DIFFERENT = {
     "exactly opposite models: we interpolate linearly; mergekit divides noise by noise": (
         "nuslerp_antiparallel karcher_antipodal"
     ),
-    "norm and head, if slices have different numbers of sources: we merge all sources of the "
-    "last slice; mergekit takes one": ("slices_uneven_source_counts"),
-    "a token that a stacked model lacks: its row from a model that has it; mergekit leaves zeros": (
-        "tok_passthrough_stack_union"
-    ),
-    "tied and untied models together: the output is marked as untied; mergekit leaves the "
+    "the last norm and the head, if slices have different numbers of sources: we merge all sources of "
+    "the last slice; mergekit takes one of them": ("slices_uneven_source_counts"),
+    "a token that a stacked model lacks: we take its row from a model that has it; mergekit leaves "
+    "zeros": ("tok_passthrough_stack_union"),
+    "tied and untied models together: we mark the output as untied; mergekit keeps the "
     "base's flag": ("tok_tied_union tied_base_untied_expert"),
-    "names of LLaVA's tensors stay as in the checkpoint; mergekit writes transformers' newer "
-    "ones": ("arch_llava_linear arch_llava_slerp arch_llava_gradient"),
-    "stacks of an architecture that mergekit has no definition of: the config counts the layers, "
-    "and the last norm is the last slice's": "arch_opt_stack",
-    "random draws (dare, della) come from another generator": (
+    "names of LLaVA's tensors: we keep those of the checkpoint; mergekit writes the newer names of "
+    "transformers": ("arch_llava_linear arch_llava_slerp arch_llava_gradient"),
+    "stacks of an architecture that mergekit has no definition of: our config has the right number of "
+    "layers, and the last norm is that of the last slice": "arch_opt_stack",
+    "random draws (dare, della): the generators differ": (
         "r_dare_ties r_dare_linear_rescale_off r_della r_della_linear r_p_dare_ties_sparse_template "
         "r_p_dare_ties_base_has_weight r_p_dare_ties_dtype_among_parameters "
         "r_p_dare_ties_base_first r_p_dare_ties_foreign_parameters r_p_dare_ties_weight_gradients "
@@ -72,10 +71,10 @@ REFUSED = {
         "della_density_zero"
     ),
     "weights that sum to 0 with normalize: mergekit writes NaN": "linear_zero_weight_sum",
-    "a key twice in one mapping: mergekit takes the last": "duplicate_keys",
+    "a duplicate key in a mapping: mergekit takes the last": "duplicate_keys",
     "a parameter beside `model:` instead of under `parameters:`, or as `lambda_`: mergekit ignores "
     "it": ("unknown_keys_in_entries lambda_underscore_name"),
-    "one model under two spellings of its path": "same_model_two_spellings",
+    "the same model with two spellings of its path": "same_model_two_spellings",
     "a slice without layers": "slice_empty_range",
     "a chat template that is neither a known name nor a template nor a file: mergekit writes no "
     "tokenizer at all": "chat_invalid",
@@ -233,16 +232,16 @@ def verdict(name: str, we: dict[str, Any], they: dict[str, Any]) -> str:
 
 LISTS = {
     "Deliberately different": DIFFERENT,
-    "Refused by ours alone": REFUSED,
-    "Run by ours alone": EXTRA,
+    "Refused only by mergekit_lite": REFUSED,
+    "Refused only by mergekit": EXTRA,
 }
 ROWS = {
     "equal": "the same tensors",
-    "equal, with a note": "the same tensors, and a note on what has no effect",
+    "equal, with a note": "the same tensors, and a note on keys without effect",
     "refused by both": "refused by both",
     "different": "deliberately different",
-    "ours refuses": "refused by ours alone",
-    "mergekit refuses": "refused by mergekit alone",
+    "ours refuses": "refused only by mergekit_lite",
+    "mergekit refuses": "refused only by mergekit",
 }
 
 
@@ -253,8 +252,8 @@ def table(verdicts: dict[str, str]) -> str:
     lines += [f"| {counts[row]} | {text} |" for row, text in ROWS.items()]
     for title, groups in (
         ("Deliberately different", DIFFERENT),
-        ("Refused by ours alone", REFUSED),
-        ("Run by ours alone", EXTRA),
+        ("Refused only by mergekit_lite", REFUSED),
+        ("Refused only by mergekit", EXTRA),
     ):
         lines += ["", f"{title}:", ""]
         lines += [f"- {reason} ({len(listed.split())})" for reason, listed in groups.items()]

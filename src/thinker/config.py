@@ -241,7 +241,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether the latents start from the input's tokens; their logits are then the answer."""
+        """Return whether the latents start from the input's tokens and are the answer."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:

@@ -327,7 +327,7 @@ class MaskedLayer(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether merged parameters are stored and match the current masks and components."""
+        """Return whether stored merged parameters match the present masks and components."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:

@@ -192,7 +192,7 @@ class MaskedModel(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether all layers hold merged weights that match the current masks and components."""
+        """Return whether all layers hold merged weights of the present masks and components."""
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:

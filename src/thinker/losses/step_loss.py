@@ -49,7 +49,7 @@ class StepLoss(nn.Module, ABC):
 
     @property
     def counts_from_start(self) -> bool:
-        """Return whether a step's weight depends on the number of steps since the input was read."""
+        """Return whether a step's weight depends on the steps since the input was read."""
         return False
 
     def settings(self) -> dict[str, Any]:

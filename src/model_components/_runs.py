@@ -205,8 +205,8 @@ class RunFolder:
         if different:
             names = ", ".join(name.removeprefix("contents.") for name in different)
             raise OutputError(
-                f"{self._to}: the data of {names} have changed since the run in this folder began; "
-                f"restore them, {self._instead}"
+                f"{self._to}: {names} changed since the run in this folder began; restore it, "
+                f"{self._instead}"
             )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronecker import reference
+from kronecker import KroneckerLinear, LowRankLinear, reference
 from kronecker.init import Factors, als, correct_bias, prune, random, van_loan
 from kronecker.layers.weights import start
 from kronecker.moments import Moments
@@ -179,3 +179,10 @@ def test_a_start_of_several_terms_begins_with_the_pruned_one():
     found = start(weight, (3, 3), KroneckerConfig(b_shape=(3, 3), rank=2, init="prune"), None)
     assert torch.equal(found.a[0], weight[0::3, 0::3])
     assert found.error < prune(weight, (3, 3)).error
+
+
+@pytest.mark.parametrize("kind", [KroneckerLinear, LowRankLinear])
+@pytest.mark.parametrize("shape", [(0, 8), (8,), (3, 5)])
+def test_inputs_without_rows_or_of_another_width_are_refused(kind, shape):
+    with pytest.raises(ValueError, match=r"expected inputs \(\*B, 8\) with at least one row"):
+        kind.from_linear(torch.nn.Linear(8, 8), rank=1, init="fitted", inputs=torch.zeros(shape))

@@ -996,7 +996,7 @@ class Mine(transformers.LlamaForCausalLM):
 def test_what_has_no_influence_or_no_folder_is_refused():
     config = PruneConfig(keep=0.5, allocate="influence")
     padding = {"input_ids": ids(2), "attention_mask": torch.zeros(2, 16, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"the influence of model\.layers\.0 is nan.*all padding"):
+    with pytest.raises(ValueError, match="expected calibration with tokens, got only padding"):
         prune_(tiny("llama"), config, calibration=[padding], progress=False)
     with pytest.raises(ValueError, match=r"prune_: 'Mine' is not a model class of transformers"):
         prune_(Mine(tiny("llama").config).eval(), config, calibration=[ids()], progress=False)
@@ -1226,3 +1226,25 @@ def test_a_model_whose_ids_have_no_vocabulary_takes_the_users_batch():
     rows = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))
     report = prune_(model, PruneConfig(), calibration=[rows], progress=False)
     assert report.after < report.before
+
+
+def test_calibration_of_padding_or_with_another_mask_is_refused():
+    ids = torch.randint(0, 90, (2, 8))
+    for mask, message in (
+        (torch.zeros(2, 8, dtype=torch.long), "expected calibration with tokens, got only padding"),
+        (torch.ones(2, 5, dtype=torch.long), r"has shape \[2, 5\], expected that of .* \[2, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prune_(
+                tiny("mixtral"),
+                PruneConfig(method="fast"),
+                calibration=[{"input_ids": ids, "attention_mask": mask}],
+                progress=False,
+            )
+
+
+def test_dropped_blocks_leave_lists_of_token_ids_alone():
+    model = tiny("llama", num_hidden_layers=2, eos_token_id=[2, 7])
+    batches = [torch.randint(0, 90, (2, 8))]
+    prune_(model, PruneConfig(keep=0.5, method="blocks"), calibration=batches, progress=False)
+    assert model.config.eos_token_id == [2, 7]

@@ -238,11 +238,13 @@ def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
     assert "training made start worse" in str(report)
     given, copied = load_file("start/model.safetensors"), load_file("out/model.safetensors")
     assert all(torch.equal(given[name], copied[name]) for name in given)
-    # what was measured of another model in its place is not taken for it
+    # another model in its place is not taken for it
     shutil.rmtree("out")
     shutil.rmtree("start")
     merge_models(MODELS, "slerp", base_model="model0", t=0.7, out="start", progress=False)
-    again = learned(start="start", train="all", compare=())
+    with pytest.raises(ValueError, match="the models changed since"):
+        learned(start="start", train="all", compare=())
+    again = learned(start="start", train="all", compare=(), fresh=True)
     assert again.losses["start"] != report.losses["start"]
 
 
@@ -293,7 +295,7 @@ def test_checkpoints_of_another_run_are_not_taken_up(folder):
         learned(train="lora")
     rows = (folder / DATA[0]).read_text().splitlines()
     (folder / DATA[0]).write_text("\n".join([*rows[:-1], rows[0]]))
-    with pytest.raises(ValueError, match="the data of task0 have changed"):
+    with pytest.raises(ValueError, match="task0 changed since the run"):
         learned()
     learned(fresh=True)
     assert len(list((folder / "out.training").glob("checkpoint-*"))) == 1
@@ -375,3 +377,45 @@ def test_bad_input_is_refused_before_anything_is_written(settings, message, fold
     with pytest.raises(ValueError, match=message):
         learn_merge(given.pop("components"), given.pop("data"), out="out", **given)
     assert not list(folder.glob("out*"))
+
+
+@pytest.mark.parametrize("what", ["component", "base", "config"])
+def test_a_run_does_not_go_on_with_other_models(what):
+    """The student's checkpoints belong to the models that it began with."""
+    options = {"train": "all", "start": "average", "compare": ()}
+    if what == "base":
+        save(tiny("llama", 7), "base")
+        options |= {"base": "base", "start": "task_arithmetic"}
+    learned(**options)
+    shutil.rmtree("out")
+    if what == "config":
+        file = Path("model1/config.json")
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token_id": 5}))
+    else:
+        folder = {"component": "model1", "base": "base"}[what]
+        save(tiny("llama", 9), folder)
+    with pytest.raises(ValueError, match="the models changed since the run in this folder began"):
+        learned(**options)
+    report = learned(**options, fresh=True)
+    shutil.rmtree("out")
+    assert learned("other", **options).losses == report.losses
+
+
+def test_a_merge_with_nan_is_never_the_best(monkeypatch):
+    measured = module._Run._measured
+
+    def with_nan(self, name, model):
+        return (math.nan,) * 2 if name == "average" else measured(self, name, model)
+
+    monkeypatch.setattr(module._Run, "_measured", with_nan)
+    # a rate so small that the student stays what it began with
+    report = learned(start="average", train="masks", compare=(), max_steps=1, learning_rate=1e-9)
+    assert report.delivered == report.student
+
+
+def test_components_named_as_numbers_keep_their_own_rows(tmp_path):
+    for k, name in enumerate(("x/component 1", "y/regmean")):
+        shutil.copytree(MODELS[k], tmp_path / name)
+    models = [str(tmp_path / "x/component 1"), str(tmp_path / "y/regmean")]
+    report = learn_merge(models, DATA, out="out", **SHORT, train="masks", start="average")
+    assert report.components == ("component 0", "component 1")

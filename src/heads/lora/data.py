@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from model_components._examples import TextExamples
-from model_components._modes import evaluating
+from model_components._packing import change_of_second
 
 __all__ = ["TextExamples", "check_packed_examples"]
 
 
-@torch.no_grad()
 def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     """Raise ValueError if packed examples influence each other.
 
@@ -35,31 +33,10 @@ def check_packed_examples(model: PreTrainedModel | PeftModel) -> None:
     ...     )
     ... )
     """
-    # number of tokens of each example
-    length = 8
-    device = next(model.parameters()).device
-    vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
-    first = torch.arange(2 * length, device=device).remainder(vocabulary)[None]
-    other = first.clone()
-    other[:, :length] = (other[:, :length] + vocabulary // 2).remainder(vocabulary)
-    # only the position 0 in the middle marks the start of the second example
-    positions = torch.arange(length, device=device).repeat(2)[None]
-    with evaluating(model):
-        runs = [
-            model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-            for ids in (first, other)
-        ]
-    if runs[0].dim() != 3 or runs[0].shape[1] != 2 * length:
-        raise ValueError(
-            f"check_packed_examples: {type(model).__name__} returns a tensor of shape "
-            f"{list(runs[0].shape)} for {2 * length} tokens; expected a causal language model, "
-            "which returns logits for every token"
-        )
-    logits = [run[:, length:] for run in runs]
-    if not torch.equal(*logits):
+    change = change_of_second("check_packed_examples", model)
+    if change:
         raise ValueError(
             "check_packed_examples: expected packed examples to be independent, but in "
             f"{type(model).__name__} the logits of the second example change by up to "
-            f"{float((logits[0] - logits[1]).abs().max()):.2g} if the first is replaced; use "
-            "pack=False (in TRL, packing=False)"
+            f"{change:.2g} if the first is replaced; use pack=False (in TRL, packing=False)"
         )

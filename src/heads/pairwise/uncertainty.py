@@ -120,7 +120,10 @@ def fit_uncertainty_(
         )
     data.check_encoded("fit_uncertainty_", model)
     held_out.check_encoded("fit_uncertainty_", model)
-    head = model.head
+    # inside a wrapper of peft, the head that is trained has the covariance
+    head: Any = model.head
+    if hasattr(head, "modules_to_save"):
+        head = head.modules_to_save[head.active_adapter]
     # fit around the verdicts without a covariance, even if the judge already has one
     head.covariance = None
     information = torch.zeros(width, width, dtype=torch.float64)

@@ -49,6 +49,9 @@ def batches(
         checked.append(on_device(batch, device))
     if not checked:
         raise ValueError(f"{operation}: calibration is empty, expected batches of token ids")
+    masks = [batch.get("attention_mask") for batch in checked]
+    if all(isinstance(mask, Tensor) and not mask.any() for mask in masks):
+        raise ValueError(f"{operation}: expected calibration with tokens, got only padding")
     return checked
 
 
@@ -91,6 +94,15 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
         )
     for name in ("input_ids", "decoder_input_ids"):
         _check_ids(operation, batch.get(name), model)
+    ids = batch.get("input_ids")
+    mask = batch.get("attention_mask")
+    # a mask of more dimensions is for the attention itself
+    is_of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == 2
+    if is_of_tokens and mask.shape != ids.shape:
+        raise ValueError(
+            f"{operation}: attention_mask has shape {list(mask.shape)}, expected that of "
+            f"input_ids, {list(ids.shape)}"
+        )
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
         _check_two_sides(operation, batch)

@@ -177,6 +177,12 @@ def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
     """Return the moments of a layer's inputs (*B, I) and outputs, or None without inputs."""
     if inputs is None:
         return None
+    features = dense(linear).shape[1]
+    if inputs.dim() < 2 or inputs.shape[-1] != features or not inputs.numel():
+        raise ValueError(
+            f"{type(linear).__name__}: expected inputs (*B, {features}) with at least one row, got "
+            f"shape {list(inputs.shape)}"
+        )
     flat = inputs.detach().flatten(0, -2)
     return Moments.of(flat, dense(linear), bias_of(linear))
 

@@ -137,8 +137,10 @@ def config_with_blocks(
     """Return the model's config for the blocks ``stay``, with their entries of per-block lists."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
-        # such as Gemma 3's layer_types, which lists the kind of attention of each block
-        if isinstance(value, list) and len(value) == stack.count:
+        # such as Gemma 3's layer_types, which lists the kind of attention of each block; a list of
+        # token ids may have as many entries by chance
+        is_token = name.endswith(("_token_id", "_token_ids"))
+        if isinstance(value, list) and len(value) == stack.count and not is_token:
             setattr(config, name, [value[i] for i in stay])
     shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

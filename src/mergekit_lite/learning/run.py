@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +84,8 @@ def learn_merge(
             ``OUT.training`` belongs to another run. There are several processes or GPUs.
         DeadRunError: A loss or gradient is not finite.
     """
+    if isinstance(settings.get("start"), Path):
+        settings["start"] = os.fspath(settings["start"])
     config = LearnConfig.from_dict(settings)
     _check_devices()
     path = check_new(out, OPERATION)
@@ -107,7 +111,11 @@ def learn_merge(
     training = path.with_name(f"{path.name}.training")
     contents = {task.name: task.hash for task in tasks}
     starts = [config.start] if _is_folder(config.start) else []
-    files = [open_source(model).fingerprint() for model in [*names, *starts]]
+    bases = [] if base is None else [base]
+    # with fingerprints, because a model may be trained again in the same folder
+    sources = [open_source(model) for model in [*names, *bases, *starts]]
+    files = json.dumps([(source.fingerprint(), source.config) for source in sources])
+    contents["the models"] = xxhash.xxh3_64(files.encode()).hexdigest()
     run = _Run(
         components=names,
         base=base,
@@ -116,8 +124,7 @@ def learn_merge(
         merges=merges,
         out=path,
         training=training,
-        # with fingerprints, because a model may be trained again in the same folder
-        key=xxhash.xxh3_64(json.dumps([facts, contents, files]).encode()).hexdigest(),
+        key=xxhash.xxh3_64(json.dumps([facts, contents]).encode()).hexdigest(),
         # any token can serve as padding, because the mask hides it and its label is ignored
         collator=MaskCollator(
             pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
@@ -250,9 +257,11 @@ class _Run:
         name = f"{config.train} from {shown_name(config.start)}"
         losses[name] = held_out_losses(student, self._tests(), self.collator)
         merges = [merge for merge in losses if merge not in components]
+        # a merge with NaN is never the best
+        finite = [merge for merge in merges if math.isfinite(sum(losses[merge]))]
         report = LearnReport(
             out=self.out,
-            delivered=min(merges, key=lambda merge: sum(losses[merge])),
+            delivered=min(finite or merges, key=lambda merge: sum(losses[merge])),
             student=name,
             start=config.start,
             tasks=tuple(task.name for task in self.tasks),
@@ -479,6 +488,7 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}
     unique = []
     for number, name in enumerate(names):
-        ambiguous = names.count(name) > 1 or name in taken
+        is_number = re.fullmatch(r"component \d+", name) is not None
+        ambiguous = names.count(name) > 1 or name in taken or is_number
         unique.append(f"component {number}" if ambiguous else name)
     return unique

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model_components._modes import evaluating
+from model_components._packing import change_of_second
 
 from ._eager.evidence import evidence, label_log_probs
 from ._eager.teachers import Teachers
@@ -172,6 +173,15 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
             f"Merger.distill: got packed rows, whose examples would attend to each other in "
             f"{type(merger.model).__name__} with {attention or 'default'} attention; expected a "
             "decoder (with flash attention, one row per batch), or MaskCollator(pack=False)"
+        )
+    if merger.packed_change is None:
+        merger.packed_change = change_of_second("Merger.distill", merger.model)
+    if merger.packed_change:
+        raise ValueError(
+            "Merger.distill: got packed rows, but in "
+            f"{type(merger.model).__name__} the logits of an example change by up to "
+            f"{merger.packed_change:.2g} if the one before it is replaced; expected "
+            "MaskCollator(pack=False)"
         )
 
 

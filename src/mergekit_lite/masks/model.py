@@ -80,6 +80,8 @@ class MaskedModel(nn.Module):
         # 0 * NaN is NaN, so no mask could exclude such a weight
         refuse_not_finite(models, self.labels)
         self.selection = Selection()
+        # how much packed examples influence each other; None until packed rows are seen
+        self.packed_change: float | None = None
         shared = share_frozen(models, over_base=self.over_base)
         # masked layers are put into this model, so the merged model has its settings and buffers
         model = shared.pop(-1 if self.over_base else 0)

@@ -110,7 +110,7 @@ def test_a_finished_run_is_not_made_again(base, monkeypatch):
     assert again.curves == first.curves
     with pytest.raises(ValueError, match=r"learning_rate is None there, got 1\.0; .*another"):
         tuned(base, "run", learning_rate=1.0)
-    with pytest.raises(ValueError, match="the data of rows have changed"):
+    with pytest.raises(ValueError, match="rows changed since the run"):
         tuned(base, "run", rows=ROWS[1:])
     (base.parent / "run" / "report.json").write_text("{")
     with pytest.raises(ValueError, match=r"report\.json or log\.json in .* cannot be read"):
@@ -287,7 +287,7 @@ def test_files_of_the_user_stay(base, name):
 def test_another_model_in_the_same_folder_is_noticed(base):
     tuned(base, "run")
     tiny("llama", seed=5).save_pretrained(base)
-    with pytest.raises(ValueError, match="the data of model have changed"):
+    with pytest.raises(ValueError, match="model changed since the run"):
         tuned(base, "run")
 
 

@@ -464,3 +464,53 @@ def test_verdicts_whose_meaning_is_unclear_are_refused():
     assert [pair.label for pair in few[:3]] == [1, 2, None]
     _, report = read_pairs([row | {"label": 1} for row in rows])
     assert "no label says that A is better" in str(report)
+
+
+def numbered(*verdicts, **more):
+    return [
+        {"prompt": "q", "output_1": "x", "output_2": "y", "label": verdict, **more}
+        for verdict in verdicts
+    ]
+
+
+def test_a_stray_verdict_does_not_change_what_the_others_mean():
+    pairs, report = read_pairs(numbered(*[1, 2] * 100, 3))
+    assert report.labels == (100, 100, 0)
+    assert [pair.label for pair in pairs[:2]] == [0, 1]
+    # the winner is read, not the label beside it
+    _, report = read_pairs(
+        [row | {"winner": 1 + i % 2} for i, row in enumerate(numbered(*[0] * 40))]
+    )
+    assert report.labels == (20, 20, 0)
+
+
+@pytest.mark.parametrize("verdict", [1, 2])
+def test_verdicts_of_one_number_are_refused(verdict):
+    with pytest.raises(ValueError, match=f"got only {verdict} in 5 rows, which may mean the first"):
+        read_pairs(numbered(*[verdict] * 5))
+    pairs, _ = read_pairs(numbered(*[verdict] * 5), columns={"preference": "label"})
+    assert {pair.label for pair in pairs} == {verdict - 1}
+
+
+def test_a_verdict_against_chosen_is_refused():
+    row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    assert read_pairs([row | {"label": 0}])[0][0].label == 0
+    with pytest.raises(ValueError, match=r"no verdict beside chosen and rejected, .* got 1"):
+        read_pairs([row | {"label": 1}])
+
+
+def test_the_system_turn_of_a_prompt_is_kept():
+    def turn(role, content):
+        return {"role": role, "content": content}
+
+    row = {
+        "prompt": [turn("system", "Be brief."), turn("user", "Why?")],
+        "chosen": [turn("user", "Why?"), turn("assistant", "So.")],
+        "rejected": [turn("user", "Why?"), turn("assistant", "Well ...")],
+    }
+    ((pair,), _) = read_pairs([row])
+    assert [t.text for t in pair.prompt] == ["Be brief.", "Why?"]
+    assert (pair.a, pair.b) == ("So.", "Well ...")
+    other = row | {"rejected": [turn("user", "What?"), turn("assistant", "Well ...")]}
+    with pytest.raises(ValueError, match=r"have the same prompt, got 'Why\?' and 'What\?'"):
+        read_pairs([other])

@@ -113,3 +113,22 @@ def test_other_heads_are_refused():
         fit_uncertainty_(model, data, data)
     with pytest.raises(ValueError, match="uncertainty is True, expected False unless link"):
         model_of(link="davidson", uncertainty=True)
+
+
+def test_a_judge_with_an_adapter_keeps_its_uncertainty(tmp_path):
+    """Its head is inside a wrapper of peft's."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = trained()
+    settings = LoraConfig(r=2, target_modules=["query"], modules_to_save=["head", "pool"])
+    wrapped = get_peft_model(model, settings)
+    judge = wrapped.get_base_model().eval()
+    pairs = [(*pair, i % 3) for i, pair in enumerate(PAIRS)]
+    data = judge.dataset(pairs, progress=False)
+    fit_uncertainty_(judge, data, data)
+    expected = predict_pairs(judge, data).probabilities
+    wrapped.merge_and_unload().save_pretrained(tmp_path)
+    loaded = PairwiseModel.from_pretrained(tmp_path)
+    found = predict_pairs(loaded, loaded.dataset(pairs, progress=False)).probabilities
+    torch.testing.assert_close(found, expected)
+    assert loaded.head.covariance.any()

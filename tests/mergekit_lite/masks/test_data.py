@@ -107,3 +107,10 @@ def test_a_mixture_by_tokens_counts_a_classifiers_one_label():
     long = [{"input_ids": [1, 2, 3, 4, 5], "labels": 0}] * 4
     tasks = [example["task"] for example in TaskMixture([short, long], weights="tokens")]
     assert tasks == [0] * 4 + [1] * 4
+
+
+def test_long_answers_leave_their_component_some_examples():
+    short = [{"input_ids": [1, 2], "labels": [-100, 2]} for _ in range(12)]
+    long = [{"input_ids": [1] * 80, "labels": [1] * 80} for _ in range(12)]
+    tasks = [example["task"] for example in TaskMixture([short, long], weights="tokens")]
+    assert set(tasks) == {0, 1}

@@ -5,12 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mergekit_lite.masks import KLConfig, distillation, masked_kl
+from mergekit_lite.masks import KLConfig, MaskCollator, Merger, distillation, masked_kl
 from mergekit_lite.masks._eager.evidence import evidence
 from mergekit_lite.masks.constraints import mask_shape
 from mergekit_lite.masks.losses import mask_penalty
 from tests.mergekit_lite.masks import reference
 from tests.support.equivalence import judge, place
+from tests.support.models import tiny
 
 N, H, V, K = 37, 8, 50, 3
 DIRECTIONS = ("forward", "reverse")
@@ -466,3 +467,13 @@ def test_configs_round_trip():
     assert KLConfig.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match=r"KLConfig:.*mode"):
         KLConfig.from_json('{"mode": 1}')
+
+
+def test_packed_rows_of_a_decoder_that_mixes_them_are_refused():
+    """Bloom's positions come from its mask, so its packed examples see each other."""
+    rows = [{"input_ids": [5, 6, 7, 8], "task": 0}, {"input_ids": [20, 21, 22], "task": 0}]
+    packed = MaskCollator(pad_token_id=0, pack=True)(rows)
+    merger = Merger([tiny("bloom", k) for k in (0, 1)])
+    with pytest.raises(ValueError, match="got packed rows, but in BloomForCausalLM the logits"):
+        merger.distill(KLConfig(), **packed)
+    Merger([tiny("llama", k) for k in (0, 1)]).distill(KLConfig(), **packed)

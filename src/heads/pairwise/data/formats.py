@@ -38,7 +38,13 @@ def pair_of(row: object) -> Pair:
     for names, read in _ANSWERS.items():
         if all(name in row for name in names):
             prompt, a, b = read(row, *names)
-            return Pair(prompt, a, b, _verdict(row), _writers(row))
+            verdict = _verdict(row)
+            if "chosen" in names and verdict not in (0, None):
+                raise ValueError(
+                    "expected no verdict beside chosen and rejected, or one for chosen, got "
+                    f"{verdict}"
+                )
+            return Pair(prompt, a, b, 0 if "chosen" in names else verdict, _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
     raise ValueError(
         f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; map other "
@@ -100,14 +106,16 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
     if isinstance(chosen, list) and isinstance(rejected, list):
         a = _messages(one, chosen)
         b = _messages(other, rejected)
-        if before and a[:1] and a[0].role == "assistant":  # the answers without the prompt
-            if isinstance(before, list):
-                asked = _messages("prompt", before)
-            else:
-                asked = turns_of("user", _text("prompt", before))
-            a = asked + a
-            b = asked + b
-        return _parted(a, b)
+        asked = ()
+        if before and isinstance(before, list):
+            asked = _messages("prompt", before)
+        elif before:
+            asked = turns_of("user", _text("prompt", before))
+        if (
+            a[:1] and a[0].role != "assistant"
+        ):  # the prompt is there, but perhaps not its system turn
+            asked = asked[:1] if asked[:1] and asked[0].role == "system" != a[0].role else ()
+        return _parted(asked + a, asked + b)
     chosen = _text(one, chosen)
     rejected = _text(other, rejected)
     # HH's rows: each text is a whole conversation, with Human: and Assistant:
@@ -156,6 +164,11 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
     # - 1: each side keeps its last turn, even where both are the same
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
+    if a[shared] != b[shared] and a[shared].role == b[shared].role == "user":
+        raise ValueError(
+            "expected both conversations to have the same prompt, got "
+            f"{a[shared].text!r:.40} and {b[shared].text!r:.40}"
+        )
     # both rests must begin with an answer
     while shared and not a[shared].role == b[shared].role == "assistant":
         shared -= 1
@@ -259,8 +272,6 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
         return check_label(row["winner"])
     if "preference" in row:
         return _preference(plain(row["preference"]))
-    if "label" not in row and "chosen" in row:
-        return 0
     return check_label(row.get("label"))
 
 

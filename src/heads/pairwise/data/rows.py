@@ -236,19 +236,30 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
         ValueError: The columns of the answers do not end in 1 and 2, but verdicts are 1 and 2 and
             never 0. Read as 0, 1 and 2, they would mean that the first answer is never better.
     """
-    verdicts: set[int | None] = set()
+    verdicts: set[int] = set()
     labeled = 0
     has_numbered_answers = False
     for row in rows:
         if isinstance(row, Mapping):
             names = _names(row, columns)
             has_numbered_answers |= "output_1" in names
-            numbers = {_number(row.get(names.get(name))) for name in _NUMBERED} - {None}
-            labeled += bool(numbers)
-            verdicts |= numbers
-    if not verdicts or not verdicts <= {1, 2}:
+            # the column that is read
+            used = next((name for name in ("winner", "preference", "label") if name in names), "")
+            number = _number(row.get(names[used])) if used in _NUMBERED else None
+            # other numbers are errors, which their rows report
+            if number in (0, 1, 2):
+                labeled += 1
+                verdicts.add(number)
+    if not verdicts or 0 in verdicts:
         return False
     if has_numbered_answers:
+        if len(verdicts) == 1:
+            raise ValueError(
+                f"read_pairs: expected verdicts 1 and 2, or 0 among others, got only "
+                f"{verdicts.pop()} in {labeled} rows, which may mean the first answer or the "
+                "second; if 1 means the first answer, read the column as a preference: "
+                'columns={"preference": "label"}'
+            )
         return True
     # in a few rows the first answer may never be better by chance
     if len(verdicts) == 2 and labeled >= _ENOUGH:
@@ -281,7 +292,7 @@ def _from_zero(row: object) -> object:
     changed = dict(row)
     for name in _NUMBERED:
         number = _number(row.get(name))
-        if number is not None:
+        if number in (1, 2):  # any other number is an error, which the row reports
             changed[name] = number - 1
     return changed
 

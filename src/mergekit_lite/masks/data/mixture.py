@@ -73,6 +73,8 @@ class TaskMixture(Dataset):
         if weights is not None:
             _check_weights("TaskMixture", weights, sizes)
             counts = _shares(sum(sizes), weights)
+            # rounding must not leave a component without examples
+            counts = [max(count, weight > 0) for count, weight in zip(counts, weights, strict=True)]
         rng = random.Random(seed)
         for own, count in zip(places, counts, strict=True):
             # nothing is drawn without weights, so that examples keep their order

@@ -293,7 +293,12 @@ def write_table() -> None:
             losses = [row["tests"][test]["log_loss"] for row in found]
             span = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
             cells.append(f"{statistics.median(losses):.3f}{span}")
-        seconds = [row["cpu_seconds"] for row in found if "cpu_seconds" in row]
+        # the rate does not change the time; rows that were measured beside other work have none
+        seconds = [
+            row["cpu_seconds"]
+            for row in rows
+            if (row["pairs"], row["way"]) == (count, name) and "cpu_seconds" in row
+        ]
         cells.append(str(round(statistics.median(seconds))) if seconds else "")
         lines.append(f"| {' | '.join(cells)} |")
     note = (

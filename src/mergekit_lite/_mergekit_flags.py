@@ -62,8 +62,8 @@ def translate(words: Sequence[str], *, plan: bool = False) -> tuple[list[str], l
 
     Args:
         words: The command-line arguments after the subcommand.
-        plan: Whether to drop all notes, and the translated flags that the subcommand ``plan`` does
-            not accept.
+        plan: Whether the subcommand is ``plan``. If so, all notes are dropped, and so are the
+            translated flags that it does not accept.
 
     >>> translate(["r.yml", "out", "--cuda", "--random-seed=7", "--low-cpu-memory"])[0]
     ['r.yml', 'out', '--device', 'cuda', '--seed', '7']

@@ -107,7 +107,7 @@ class StepTrainer(Trainer):
             checkpoint = str(self.resumed_from)
         output = super().train(checkpoint, *rest, **named)
         if not self.parameters_are_finite():
-            raise self._dead_run("the parameters have NaN or infinity at the end")
+            raise self._dead_run("the parameters contain NaN or infinity at the end of training")
         # transformers' value lacks the steps before a resume; the value that `log` stored has them
         return output._replace(training_loss=output.metrics["train_loss"])
 

@@ -303,10 +303,10 @@ def section() -> list[str]:
         "## Fused paths",
         "",
         "Median times in milliseconds. All variants run alternately in one process, and each "
-        'operation, size and mode has one line. "floor" is a lower bound, the larger of two '
-        "times: that of the fewest operations that the result needs, at the rate of a large "
-        "matrix product, and that of the fewest bytes, at the rate of a large copy, both "
-        'measured in the same process. "library" is the dense layer for masks (trained) and '
+        'operation, size and mode has one line. "floor" is a lower bound on the time (a roofline): '
+        "the larger of the time to compute the fewest operations that the result needs, at the "
+        "rate of a large matrix product, and the time to move the fewest bytes, at the rate of a "
+        'large copy. Both rates are measured in the same process. "library" is the dense layer for masks (trained) and '
         'Kronecker factors, and peft for LoRA. "plain" is the formula in torch; "eager" and '
         '"fused" are the paths of this library. For `LatentThinker`, "plain" and "fused" are '
         "the same model with torch's plain and fused attention. On the GPU, times below about "

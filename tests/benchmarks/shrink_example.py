@@ -44,7 +44,7 @@ def write_table() -> None:
     line = (
         f"SmolLM2-135M-Instruct, `--keep .5`, {told['tokens']:,} tokens of Alpaca: "
         f"{told['seconds'] / 60:.0f} minutes in all; loss {losses[0]:.3f} to {losses[1]:.3f} "
-        f"({losses[1] - losses[0]:+.3f}) on text that follows, {before['parameters'] / 1e6:.1f} to "
+        f"({losses[1] - losses[0]:+.3f}) on the text that follows these tokens, {before['parameters'] / 1e6:.1f} to "
         f"{after['parameters'] / 1e6:.1f} million parameters, {told['bytes'][0] / 2**20:.0f} to "
         f"{told['bytes'][1] / 2**20:.0f} MiB, forward {speeds[0][0]:.0f} to {speeds[0][1]:.0f} "
         f"tokens a second, generation {speeds[1][0]:.1f} to {speeds[1][1]:.1f}. "

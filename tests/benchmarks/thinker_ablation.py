@@ -109,10 +109,12 @@ def write_table() -> None:
     for name in rows[sizes[0]]:
         cells = [f"{rows[s][name][k]:.3f}" for s in sizes for k in ("6 steps", "24 steps")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    iterations = ", ".join(f"{s}: {v['iterations']}" for s, v in found["config"]["sizes"].items())
+    iterations = "; ".join(
+        f"{v['iterations']} iterations for {s}" for s, v in found["config"]["sizes"].items()
+    )
     text = (
-        f"Token accuracy of copying {found['config']['length']} held-out symbols. Iterations of 64 "
-        f"rows: {iterations}."
+        f"Token accuracy of copying {found['config']['length']} held-out symbols. d is the width. "
+        f"Trained on batches of 64 rows: {iterations}."
     )
     put(GUIDE, [*lines, "", f"{text} Measured {found['date']} at {found['commit']}."], "ablation")
 

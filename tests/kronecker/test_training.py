@@ -388,12 +388,16 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("labeled", [True, False])
+@pytest.mark.parametrize("kind", ["labeled", "whole rows", "padded rows"])
 @pytest.mark.parametrize("config", PARTS)
-def test_accumulation_gives_the_same_step(config, labeled, tmp_path):
-    if not labeled:
+def test_accumulation_gives_the_same_step(config, kind, tmp_path):
+    data = rows()
+    if kind != "labeled":
         config = replace(config, labels=0.0)
-    data = [{k: v for k, v in r.items() if labeled or k != "labels"} for r in rows()]
+        data = [{"input_ids": row["input_ids"]} for row in data]
+    if kind == "padded rows":
+        for number, row in enumerate(data):
+            row["attention_mask"] = (torch.arange(10) <= number % 10).long()
     teacher, models = tiny("gpt2", **SMALL), []
     for batch, steps in ((8, 1), (2, 4)):
         models.append(student())

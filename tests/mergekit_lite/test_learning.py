@@ -219,7 +219,8 @@ def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
         model.get_input_embeddings().weight.mul_(2)
     save(model, "model1")
     with pytest.raises(
-        ValueError, match="differ from the starting merge in other weights than embedding and head"
+        ValueError,
+        match="differ from the starting merge in weights other than the embedding and the head",
     ):
         learned(start="model0", compare=())
 

@@ -78,7 +78,9 @@ def test_a_training_step_needs_no_optimizer(tmp_path):
 
 def test_a_run_that_ends_on_numbers_that_are_not_finite_says_so(tmp_path):
     trainer = trainer_of(tmp_path, Spoils("parameter", 6), save_strategy="no")
-    with pytest.raises(DeadRunError, match="the parameters have NaN or infinity at the end"):
+    with pytest.raises(
+        DeadRunError, match="the parameters contain NaN or infinity at the end of training"
+    ):
         trainer.train()
 
 

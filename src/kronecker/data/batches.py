@@ -32,9 +32,9 @@ def batches(
     are dicts, too: their lists become tensors, and their strings are left out.
 
     Raises:
-        ValueError: There is no batch, or the model cannot run on a batch: text, token ids that are
-            not integers or not in the vocabulary, sequences longer than the model's positions, only
-            labels, or padding for an encoder-decoder.
+        ValueError: There is no batch, or a batch has contents that the model cannot run on: text,
+            token ids that are not integers or not in the vocabulary, sequences longer than the
+            model's positions, only labels, or padding for an encoder-decoder.
     """
     check_model(operation, model)
     if not isinstance(calibration, Iterable):

@@ -108,6 +108,26 @@ class KroneckerTrainer(StepTrainer):
             weight_decay=self.args.weight_decay,
         )
 
+    def _get_num_items_in_batch(
+        self, batch_samples: list[dict[str, Any]], device: torch.device
+    ) -> Tensor | int | None:
+        """Return the number of items of a step; without labels, that of tokens but padding."""
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        # the logits of other models may be of whole sequences
+        of_tokens = self.unwrapped().can_generate() and not _has_two_sides(self.unwrapped())
+        if items is not None or self.distill is None or not of_tokens:
+            return items
+        count = torch.zeros((), device=device)
+        for batch in batch_samples:
+            ids = batch.get("input_ids")
+            mask = batch.get("attention_mask", ids)
+            if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+                return None
+            count += ids.numel() if mask is ids else mask.bool().sum().to(device)
+        if self.args.average_tokens_across_devices:
+            count = self.accelerator.reduce(count, "sum")
+        return count
+
     def compute_loss(
         self,
         model: nn.Module,

@@ -3,8 +3,8 @@
 Shards are written to a folder under a hidden name. When all files are written, the folder gets its
 final name.
 
-`progress.json`, next to the result in the hidden folder, holds a fingerprint of the plan and its
-inputs, and the hashes of complete shards. If the merge is interrupted, a later run of it keeps the
+The hidden folder also contains `progress.json`, with a fingerprint of the plan and its inputs, and
+the hashes of complete shards. If the merge is interrupted, a later run of it keeps the
 shards whose hashes still match, and writes the other shards again.
 """
 

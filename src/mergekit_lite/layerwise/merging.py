@@ -168,7 +168,7 @@ class _Joined(Source):
         return self._source(name).read(name, start, stop)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read a tensor from element ``start`` on into ``out``, if its source supports it."""
+        """Read a tensor from ``start`` on into ``out``; return False if its source cannot."""
         return self._source(name).read_into(name, start, out)
 
     def prefetch(self, name: str) -> None:

@@ -37,8 +37,8 @@ class LearnConfig(CheckedConfig):
             most the number of positions that the models support.
         coefficients: The share of each component as a teacher. ``"task"``: only the component whose
             data the example comes from is the teacher; ``"evidence"``: the share is proportional to
-            the probability that the component gives the example; ``"confidence"``: the share is
-            larger for a component whose prediction has a lower entropy.
+            the probability that the component assigns to the example; ``"confidence"``: the share
+            is larger for a component whose prediction has a lower entropy.
         temperature: The number that the logits of student and teachers are divided by.
         compare: Methods of `merge_models` to compare with in the final table; default: linear,
             regmean and, with a base, task_arithmetic.

@@ -205,9 +205,9 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:
         raise ValueError(
-            f"{OPERATION}: {field} has {name}, expected a method without required parameters, but "
-            f"it requires {required[0]}; to train from such a merge, write it with merge_models "
-            "and pass its folder as start"
+            f"{OPERATION}: {field} names {name}, expected a method without required parameters, "
+            f"but it requires {required[0]}; to train from such a merge, write it with "
+            "merge_models and pass its folder as start"
         )
     try:
         method.check_inputs(count, base is not None and method.base != "unused")
@@ -476,8 +476,9 @@ def _fix_embedding_and_head(merger: Merger) -> None:
             layer.masks.requires_grad_(False)
     if not merger.trained_masks():
         raise ValueError(
-            f"{OPERATION}: expected components that differ from the starting merge in other "
-            "weights than embedding and head, whose masks are not trained, got none that does"
+            f"{OPERATION}: expected components that differ from the starting merge in weights "
+            "other than the embedding and the head, whose masks are not trained, got components "
+            "that do not"
         )
 
 

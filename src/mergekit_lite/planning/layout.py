@@ -83,7 +83,7 @@ def layer_lists(names: Iterable[str]) -> dict[str, int]:
 
 
 def text_lists(names: Iterable[str], config: Mapping[str, object]) -> list[str]:
-    """Return the prefixes of the lists of layers that are not in an encoder of images or sound.
+    """Return the prefixes of the lists of layers that are not in an image or audio encoder.
 
     First come lists with the number of layers in the config, then longer lists before shorter ones.
     """

@@ -84,7 +84,7 @@ class StepLoss(nn.Module, ABC):
         labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 is ignored
         distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
-        """Return Σ_s w_s Σ cross-entropy of step s, divided by the number of answers."""
+        """Return the weighted sum of the steps' cross-entropies, per answer."""
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps

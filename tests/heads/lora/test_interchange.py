@@ -687,3 +687,27 @@ def test_ordinary_use_warns_of_nothing(kind, tmp_path):
         model.save_pretrained(tmp_path / "adapter")
         load_lora(tiny(kind), tmp_path / "adapter")
         merge_lora(model, tmp_path / "merged", progress=False)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_whose_order_decides_are_refused(field):
+    """peft sorts them when it saves, and then another one is the first that matches."""
+    patterns = {"q_proj": 2, r"layers\.0\..*": 4}
+    config = LoraConfig(r=4, target_modules=["q_proj"], **{field: patterns})
+    with pytest.raises(ValueError, match=f"prepare_lora: {field} has .*q_proj.*layers.* all match"):
+        prepare_lora(tiny("llama"), config)
+    # the same value, or a module that is no target
+    prepare_lora(tiny("llama"), LoraConfig(r=4, target_modules=["k_proj"], **{field: patterns}))
+
+
+def test_two_trained_copies_of_a_head_cannot_be_merged(tmp_path):
+    def config(target):
+        return LoraConfig(r=2, target_modules=[target], modules_to_save=["lm_head"])
+
+    model = prepare_lora(tiny("llama"), config("q_proj"))
+    model.add_adapter("two", config("v_proj"))
+    with pytest.raises(
+        ValueError, match=r"one adapter with a trained copy of .*lm_head, got default, two"
+    ):
+        merge_lora(model, tmp_path / "out", adapters=["default", "two"], progress=False)
+    merge_lora(model, tmp_path / "out", adapters="two", progress=False)

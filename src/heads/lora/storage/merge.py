@@ -145,9 +145,10 @@ def merge_lora(
         The folder and dtype of the checkpoint, and the fraction of each update that was lost.
 
     Raises:
-        ValueError: The model lacks one of the adapters, its base is quantized or has layers of
-            another tuner, a merged weight is not finite (or would not be in ``dtype``), ``out`` is
-            not empty, or more than ``max_lost`` is lost. In these cases, nothing has been written.
+        ValueError: The model lacks one of the adapters, several of them have a trained copy of one
+            module, the base is quantized or has layers of another tuner, a merged weight is not
+            finite (or would not be in ``dtype``), ``out`` is not empty, or more than ``max_lost``
+            is lost. In these cases, nothing has been written.
 
     >>> import tempfile
     >>> from peft import LoraConfig, get_peft_model
@@ -176,6 +177,12 @@ def merge_lora(
             raise ValueError(
                 f"{operation}: {name} is a {type(wrapper).__name__}, which merge_lora does not "
                 "support; use peft's own merge_and_unload"
+            )
+        copies = [one for one in names if saved and one in wrapper.modules_to_save]
+        if len(copies) > 1:
+            raise ValueError(
+                f"{operation}: expected one adapter with a trained copy of {name}, got "
+                f"{', '.join(copies)}; copies cannot be added, so merge one of these adapters"
             )
     for name, layer in adapted.items():
         _check_layer(operation, name, layer)

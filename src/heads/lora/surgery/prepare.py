@@ -79,6 +79,31 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
     check_adapter_name(operation, adapter_name)
     check_numbers(operation, config)
     _check_targets(operation, model, config)
+    _check_patterns(operation, model, config)
+
+
+def _check_patterns(operation: str, model: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError if the order of patterns decides about a module.
+
+    peft uses the first pattern that matches, but sorts patterns when it saves a config.
+    """
+    targets = config.target_modules or ()
+    if isinstance(targets, str):
+        names = [name for name, _ in model.named_modules() if re.fullmatch(targets, name)]
+    else:
+        ends = tuple(f".{target}" for target in targets)
+        names = [name for name, _ in model.named_modules() if f".{name}".endswith(ends)]
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field) or {}
+        for name in names:
+            # the same expression as in peft
+            found = [one for one in patterns if re.match(rf"(.*\.)?({one})$", name)]
+            if found and patterns[found[0]] != patterns[min(found)]:
+                raise ValueError(
+                    f"{operation}: {field} has {' and '.join(map(repr, found))}, which all match "
+                    f"{name}; expected patterns of which one matches, because peft sorts them when "
+                    "it saves the adapter"
+                )
 
 
 def check_numbers(operation: str, config: LoraConfig) -> None:
@@ -198,7 +223,8 @@ def prepare_lora(
     Raises:
         ValueError: A rank is below 1 or larger than a dimension of its weight, an alpha is not
             finite, the dropout is below 0 or at least 1, a target matches no module (the message
-            suggests similar names), ``adapter_name`` is invalid, or the model already has adapters.
+            suggests similar names), several patterns of ranks or alphas match one module,
+            ``adapter_name`` is invalid, or the model already has adapters.
 
     A quantized model cannot be copied, so ranks that are too large are not noticed in advance.
 

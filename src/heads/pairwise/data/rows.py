@@ -255,7 +255,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
     if has_numbered_answers:
         if len(verdicts) == 1:
             raise ValueError(
-                f"read_pairs: expected verdicts 1 and 2, or 0 among others, got only "
+                f"read_pairs: expected verdicts with both 1 and 2, or with a 0, got only "
                 f"{verdicts.pop()} in {labeled} rows, which may mean the first answer or the "
                 "second; if 1 means the first answer, read the column as a preference: "
                 'columns={"preference": "label"}'

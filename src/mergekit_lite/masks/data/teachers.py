@@ -171,8 +171,8 @@ def _hidden(merger: Merger, batch: dict[str, Tensor], by_task: bool) -> list[Ten
     task = batch.pop("task", None)
     if task is None and by_task:
         raise ValueError(
-            "cache_teachers: expected examples with a task, which coefficients 'task' require, got "
-            "examples without"
+            "cache_teachers: expected examples with a task, which coefficients='task' requires, "
+            "got examples without a task"
         )
     if task is None:
         # every teacher then runs on every row, whatever its task

@@ -211,7 +211,7 @@ def parameters_frozen(subject: Subject) -> None:
 
 
 def inputs_frozen(subject: Subject) -> None:
-    """Check that parameters' gradients stay the same if the inputs need no gradient."""
+    """Check that parameters' gradients stay the same if the inputs do not require gradients."""
     module = subject.module()
     expected = subject.step(module)
     actual = subject.step(module, [x.detach() for x in subject.inputs()])

@@ -8,6 +8,7 @@ import pytest
 
 from model_components._cli import main
 from model_components._runs import RunFolder
+from thinker import RewindOnPeak
 from thinker.runs import read_json
 
 SHORT = ["--iterations", "20", "--length", "4", "--samples", "64", "--no-progress"]
@@ -262,3 +263,18 @@ def test_numbers_are_checked_before_training(flags, tmp_path, capsys):
     assert main(["think", "train", "copy", str(out), *SHORT, *flags]) == 1
     assert "expected" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_run_that_stops_early_says_so(tmp_path, capsys, monkeypatch):
+    """As after the last rewind: the result counts the iterations that were done."""
+
+    def stop(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+    monkeypatch.setattr(RewindOnPeak, "on_step_end", stop)
+    words = ["think", "train", "copy", str(tmp_path / "run"), "--length", "3", "--no-progress"]
+    assert main([*words, "--iterations", "12", "--samples", "8"]) == 0
+    printed = capsys.readouterr()
+    assert "stopped after 3 of 12 iterations" in printed.err
+    assert "copy, length 3: 3 iterations" in printed.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["iterations"] == 3

@@ -1139,3 +1139,12 @@ def test_lists_are_refused_as_tensors_are_asked_for():
         model(torch.zeros(1, 2, dtype=torch.long), step_noise="a")
     with pytest.raises(ValueError, match=r"symbols is 2\.5; expected a whole number"):
         make_task("copy", symbols=2.5)
+
+
+def test_weights_that_are_not_finite_have_no_accuracy():
+    model = LatentThinker(vocab_size=5, max_input_length=4, max_output_length=4)
+    with torch.no_grad():
+        model.readout.head.weight.fill_(float("nan"))
+    data = CurriculumDataset(make_task("copy", symbols=5), Frontier(max_length=4))
+    with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
+        evaluate_steps(model, data, [4], n_steps=[1], samples=8)

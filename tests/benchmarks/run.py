@@ -13,6 +13,7 @@ from tests.benchmarks import (
     field_trial,
     fused_paths,
     imports,
+    judge_command,
     kron_linear,
     kron_model,
     kron_starts,
@@ -98,6 +99,7 @@ GATES = {
         "-k",
         "swapping or learns",
     ],
+    "judge_command": [f"{PAIRWISE}/test_run.py"],
     "pairwise_away": [f"{PAIRWISE}/test_uncertainty.py"],
     "pairwise_encoders": [f"{PAIRWISE}/test_training.py", "-k", "learns or drops"],
 }
@@ -134,6 +136,7 @@ SCRIPTS = {
     "pairwise_trial": pairwise_trial.main,
     "pairwise_away": pairwise_away.main,
     "pairwise_encoders": pairwise_encoders.main,
+    "judge_command": judge_command.main,
     "imports": imports.main,
     "field_trial": field_trial.main,
 }
@@ -191,6 +194,7 @@ def main() -> None:
     ):
         script.write_table()
     far_apart_table.write_tables()
+    judge_command.write_text()
     write_merge_table()
 
 

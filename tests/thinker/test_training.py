@@ -1289,6 +1289,13 @@ def test_a_run_is_not_resumed_with_another_loss_or_model(tmp_path):
     other._settings["step_noise"] = 0.5
     with pytest.raises(ValueError, match=r"the checkpoint has step_noise 0.1; expected 0.5"):
         other.train(resume_from_checkpoint=True)
+    # a setting that did not exist when the checkpoint was written is taken to be the same
+    file = tmp_path / "checkpoint-4" / "thinker_state.pt"
+    state = torch.load(file)
+    del state["settings"]["step_noise"]
+    torch.save(state, file)
+    other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 8
 
 
 def test_with_reach_a_first_batch_of_few_answers_is_no_bar(tmp_path):

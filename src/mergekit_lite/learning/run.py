@@ -35,14 +35,14 @@ from ..masks.layers import MaskedLayer
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
-from ..methods import CALIBRATED, METHODS, get_method
+from ..methods import CALIBRATED, get_method
 from .config import OPERATION, RATES, LearnConfig
+from .merges import COMPARED, is_folder, merges_of
 from .report import LearnReport
 from .student import Student, StudentTrainer
 from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
 
 _CALIBRATION = 256  # number of examples per task with which merges are calibrated
-_COMPARED = ("linear", "regmean")  # merges in the final table, if the caller names none
 _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
 
@@ -92,7 +92,7 @@ def learn_merge(
     _check_data(components, data)
     names = [os.fspath(model) for model in components]
     base = None if base is None else os.fspath(base)
-    merges = _merges(config, len(names), base)
+    merges = merges_of(config, len(names), base)
     first: Any = open_source(names[0]).folder
     tokenizer: Any = AutoTokenizer.from_pretrained(first)
     facts = {"components": names, "base": base, **config.to_dict()}
@@ -110,7 +110,7 @@ def learn_merge(
         )
     training = path.with_name(f"{path.name}.training")
     contents = {task.name: task.hash for task in tasks}
-    starts = [config.start] if _is_folder(config.start) else []
+    starts = [config.start] if is_folder(config.start) else []
     bases = [] if base is None else [base]
     # with fingerprints, because a model may be trained again in the same folder
     sources = [open_source(model) for model in [*names, *bases, *starts]]
@@ -168,51 +168,6 @@ def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
             f"{OPERATION}: expected two or more components and one data set for each, got "
             f"{len(components)} components and {len(data)} data sets"
         )
-
-
-def _merges(config: LearnConfig, count: int, base: str | None) -> list[str]:
-    """Return the methods of the final table; raise an error if one cannot merge the models."""
-    compared = config.compare
-    if compared is None:
-        compared = _COMPARED if base is None else (*_COMPARED, "task_arithmetic")
-    methods = {"compare": list(compared)}
-    if config.start != "average" and not _is_folder(config.start):
-        methods["start"] = [config.start]
-    for field, names in methods.items():
-        for name in names:
-            _check_method(field, name, count, base)
-    # average is linear with equal weights, so the table has only one of them
-    start = "linear" if config.start == "average" else config.start
-    return [name for name in compared if name != start]
-
-
-def _is_folder(name: str) -> bool:
-    """Return whether ``start`` is a model's folder, and not the name of a method."""
-    return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
-
-
-def _check_method(field: str, name: str, count: int, base: str | None) -> None:
-    """Raise an error if a method requires settings that `learn_merge` does not give it."""
-    if name in CALIBRATED:
-        return
-    try:
-        method = get_method(name)
-    except ValueError as error:
-        raise ValueError(f"{OPERATION}: {field}: {error}") from error
-    if method.base == "required" and base is None:
-        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, got none")
-    # weight may be required, because `_merge` gives every model the weight 1
-    required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
-    if required:
-        raise ValueError(
-            f"{OPERATION}: {field} names {name}, expected a method without required parameters, "
-            f"but it requires {required[0]}; to train from such a merge, write it with "
-            "merge_models and pass its folder as start"
-        )
-    try:
-        method.check_inputs(count, base is not None and method.base != "unused")
-    except ValueError as error:
-        raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error
 
 
 @dataclass
@@ -304,7 +259,7 @@ class _Run:
 
     def _merged(self, name: str) -> Path:
         """Return the folder of a merge, which is written unless it exists."""
-        if _is_folder(name):
+        if is_folder(name):
             return Path(name)
         folder = self.training / f"{name}-{self.key}"
         if not folder.exists():  # a folder that exists is complete
@@ -318,7 +273,7 @@ class _Run:
             options["dtype"] = self.config.dtype
         models = list(self.components)
         method = "linear" if name == "average" else name
-        if _is_folder(name):
+        if is_folder(name):
             models = [name]
             method = "passthrough"
         elif method in CALIBRATED:
@@ -486,7 +441,7 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     """Return the components' names in the table: hub ids, folder names or, if equal, numbers."""
     names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
-    taken = {config.start, *(config.compare or _COMPARED), "task_arithmetic"}
+    taken = {config.start, *(config.compare or COMPARED), "task_arithmetic"}
     unique = []
     for number, name in enumerate(names):
         is_number = re.fullmatch(r"component \d+", name) is not None

@@ -91,11 +91,12 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
 def missing_tensors(source: Source) -> list[str]:
     """Return a message for each kind of tensor that a model should have but lacks."""
     config = text_config(source.config)
+    before, layers = _names_by_layer(source, config)
     problems = []
     for problem in (
-        _missing_layers(source, config),
-        _missing_in_layers(source, config),
-        _missing_ends(source, config),
+        _missing_layers(config, before, layers),
+        _missing_in_layers(before, layers),
+        _missing_ends(source, config, before),
         _other_rows(source, config),
         _missing_head(source),
     ):
@@ -136,7 +137,7 @@ def _names_by_layer(
     return before, layers
 
 
-def _missing_in_layers(source: Source, config: Mapping[str, object]) -> str | None:
+def _missing_in_layers(before: str, layers: Mapping[int, set[str]]) -> str | None:
     """Return a message that names tensors that one or two layers lack and all others have, or None.
 
     Layers may differ by design, so a layer counts as incomplete only under three conditions:
@@ -146,7 +147,6 @@ def _missing_in_layers(source: Source, config: Mapping[str, object]) -> str | No
       be a later layer: in some models the last layers share the keys and values of other layers.
     - At most two layers lack the same tensor, because one lost file affects at most two layers.
     """
-    before, layers = _names_by_layer(source, config)
     if len(layers) <= 2 * _TORN:  # too few to tell a rule from an exception
         return None
     holders: Counter[str] = Counter()
@@ -188,12 +188,11 @@ def _first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _missing_ends(source: Source, config: Mapping[str, object]) -> str | None:
+def _missing_ends(source: Source, config: Mapping[str, object], before: str) -> str | None:
     """Return a message if a model of a type in `WITH_ENDS` lacks its embedding or last norm."""
-    lists = [before for before in text_lists(source.tensors, config) if is_usual_list(before)]
-    if config.get("model_type") not in WITH_ENDS or not lists:
+    if config.get("model_type") not in WITH_ENDS or not before:
         return None
-    model = lists[0].removesuffix("layers.")
+    model = before.removesuffix("layers.")
     missing = []
     for end in ("embed_tokens.weight", "norm.weight"):
         if f"{model}{end}" not in source.tensors:
@@ -203,16 +202,17 @@ def _missing_ends(source: Source, config: Mapping[str, object]) -> str | None:
     return f"expected {' and '.join(missing)}, got none"
 
 
-def _missing_layers(source: Source, config: Mapping[str, object]) -> str | None:
+def _missing_layers(
+    config: Mapping[str, object], before: str, layers: Mapping[int, set[str]]
+) -> str | None:
     """Return a message that names layers that the config counts but that have no tensors, or None.
 
     Layers are found by the numbers in tensor names (``layers.3.``). A model whose layers all share
     one set of weights has no such numbers and is not checked.
     """
     count = layer_count(config) or 0
-    before, present = _names_by_layer(source, config)
-    missing = [f"{before}{number}" for number in range(count) if number not in present]
-    if not present or not missing:
+    missing = [f"{before}{number}" for number in range(count) if number not in layers]
+    if not layers or not missing:
         return None
     return f"expected {count} layers, as in config.json, got no tensors of {_first_of(missing)}"
 

@@ -415,17 +415,17 @@ class ThinkerTrainer(StepTrainer):
 
     def _check_settings(self, before: Mapping[str, Any]) -> None:
         """Raise an error if the loss or the model has other settings than in the checkpoint."""
-        now = self._settings
-        for name in dict.fromkeys([*before, *now]):
-            if before.get(name) != now.get(name):
+        for name, value in self._settings.items():
+            # a name that an older checkpoint lacks is taken to be the same
+            if before.get(name, value) != value:
                 raise ValueError(
-                    f"ThinkerTrainer: the checkpoint has {name} {before.get(name)!r}; expected "
-                    f"{now.get(name)!r}, as this trainer has"
+                    f"ThinkerTrainer: the checkpoint has {name} {before[name]!r}; expected "
+                    f"{value!r}, as this trainer has"
                 )
 
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:
         carry = state["carry"] if with_carry else None  # rank 0's carry belongs to other rows
-        self._check_settings(state["settings"])
+        self._check_settings(state.get("settings", {}))
         self.data.load_state_dict(state["data"])
         self.step_loss.load_state_dict(state["step_loss"])
         self.tally.counts, self._logged = (

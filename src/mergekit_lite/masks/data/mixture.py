@@ -74,7 +74,9 @@ class TaskMixture(Dataset):
             _check_weights("TaskMixture", weights, sizes)
             counts = _shares(sum(sizes), weights)
             # rounding must not leave a component without examples
-            counts = [max(count, weight > 0) for count, weight in zip(counts, weights, strict=True)]
+            for task, weight in enumerate(weights):
+                if weight:
+                    counts[task] = max(1, counts[task])
         rng = random.Random(seed)
         for own, count in zip(places, counts, strict=True):
             # nothing is drawn without weights, so that examples keep their order

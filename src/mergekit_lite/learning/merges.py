@@ -1,0 +1,56 @@
+"""The merges that `learn_merge` begins from and compares with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..methods import CALIBRATED, METHODS, get_method
+from .config import OPERATION, LearnConfig
+
+COMPARED = ("linear", "regmean")
+"""The merges in the final table, if the caller names none."""
+
+
+def merges_of(config: LearnConfig, count: int, base: str | None) -> list[str]:
+    """Return the methods of the final table; raise an error if one cannot merge the models."""
+    compared = config.compare
+    if compared is None:
+        compared = COMPARED if base is None else (*COMPARED, "task_arithmetic")
+    methods = {"compare": list(compared)}
+    if config.start != "average" and not is_folder(config.start):
+        methods["start"] = [config.start]
+    for field, names in methods.items():
+        for name in names:
+            _check_method(field, name, count, base)
+    # average is linear with equal weights, so the table has only one of them
+    start = "linear" if config.start == "average" else config.start
+    return [name for name in compared if name != start]
+
+
+def is_folder(name: str) -> bool:
+    """Return whether ``start`` is a model's folder, and not the name of a method."""
+    return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
+
+
+def _check_method(field: str, name: str, count: int, base: str | None) -> None:
+    """Raise an error if a method requires settings that `learn_merge` does not give it."""
+    if name in CALIBRATED:
+        return
+    try:
+        method = get_method(name)
+    except ValueError as error:
+        raise ValueError(f"{OPERATION}: {field}: {error}") from error
+    if method.base == "required" and base is None:
+        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, got none")
+    # weight may be required, because `_merge` gives every model the weight 1
+    required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
+    if required:
+        raise ValueError(
+            f"{OPERATION}: {field} names {name}, expected a method without required parameters, "
+            f"but it requires {required[0]}; to train from such a merge, write it with "
+            "merge_models and pass its folder as start"
+        )
+    try:
+        method.check_inputs(count, base is not None and method.base != "unused")
+    except ValueError as error:
+        raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error

@@ -2,8 +2,8 @@
 command, five seeds.
 
 Beside it, on the tasks that are scans, what others would use (`thinker_anchors`): three seeds, as
-many iterations, tested at as many steps as symbols, eight more, and twice as many, of which the
-best counts. For pointers the score of answering the start.
+many iterations, and as many as fit into the same CPU seconds, tested at as many steps as symbols,
+eight more, and twice as many, of which the best counts. For pointers the score of answering the start.
 """
 
 from __future__ import annotations
@@ -42,19 +42,33 @@ WORDS = {
 }
 
 
+AS_MANY = {"anchors": "iterations", "anchors_of_equal_seconds": "CPU seconds"}
+
+
 def anchors(
-    task: str, recipe: dict[str, Any], lengths: list[int], iterations: int
-) -> dict[str, Any]:
-    """What others would use, three seeds."""
+    recipe: dict[str, Any], lengths: list[int], iterations: int, seconds: float
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """What others would use, three seeds: as many iterations, and as many CPU seconds."""
     options = {
         k: v for k, v in recipe.items() if k not in ("length", "iterations", "preset", "task")
     }
     made = th.make_task(recipe["task"], **options)
-    numbers = {"trained": recipe["length"], "iterations": iterations, "lengths": lengths}
-    return {
-        name: [thinker_anchors.run(name, made, seed=seed, **numbers) for seed in SEEDS[:3]]
-        for name in thinker_anchors.ANCHORS
-    }
+    numbers = {"trained": recipe["length"], "lengths": lengths}
+    equal: dict[str, list[dict[str, Any]]] = {}
+    longer: dict[str, list[dict[str, Any]]] = {}
+    for name in thinker_anchors.ANCHORS:
+        runs = [
+            thinker_anchors.run(name, made, seed=seed, iterations=iterations, **numbers)
+            for seed in SEEDS[:3]
+        ]
+        an_iteration = statistics.median(run["cpu_seconds"] for run in runs) / iterations
+        more = max(1, round(seconds / an_iteration))
+        equal[name] = runs
+        longer[name] = [
+            thinker_anchors.run(name, made, seed=seed, iterations=more, **numbers)
+            for seed in SEEDS[:3]
+        ]
+    return {"anchors": equal, "anchors_of_equal_seconds": longer}
 
 
 def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
@@ -89,6 +103,16 @@ def worst(runs: list[dict[str, Any]], length: int, most: int | None = None) -> t
     for of in ("symbols", "rows"):
         told.append(percent(min(right(run["points"], length, most, of) for run in runs)))
     return told[0], told[1]
+
+
+def of_three(runs: list[dict[str, Any]], length: int) -> str:
+    """Per cent of symbols and of whole rows at a run's best number of steps, medians."""
+    best = [
+        max((p for p in run["points"] if p["length"] == length), key=lambda p: p["rows"])
+        for run in runs
+    ]
+    shares = [statistics.median(point[of] for point in best) for of in ("symbols", "rows")]
+    return " / ".join(map(percent, shares))
 
 
 def percent(share: float) -> str:
@@ -126,22 +150,16 @@ def write_table() -> None:
     )
     names = list(thinker_anchors.ANCHORS)
     lines = [
-        f"| task, length | LatentThinker | {' | '.join(names)} |",
-        f"|---|---|{'---|' * len(names)}",
+        f"| task, length | as many | LatentThinker | {' | '.join(names)} |",
+        f"|---|---|---|{'---|' * len(names)}",
     ]
     for task, row in found["tasks"].items():
         for n in (4, 20) if row.get("anchors") else ():
             length = row["trained"] * n
-            cells = [
-                percent(statistics.median(right(r["points"], length) for r in row["runs"][:3]))
-            ]
-            for name in names:
-                best = [
-                    max(p["symbols"] for p in r["points"] if p["length"] == length)
-                    for r in row["anchors"][name]
-                ]
-                cells.append(percent(statistics.median(best)))
-            lines.append(f"| {WORDS[task]}, {length} | {' | '.join(cells)} |")
+            for key, words in AS_MANY.items():
+                cells = [of_three(row["runs"][:3], length)]
+                cells += [of_three(row[key][name], length) for name in names]
+                lines.append(f"| {WORDS[task]}, {length} | {words} | {' | '.join(cells)} |")
     put(GUIDE, lines, "anchors")
 
 
@@ -228,8 +246,9 @@ def main(arguments: list[str] | None = None) -> None:
     for task in SCANS:
         if not options.only or task in options.only:
             recipe, iterations = tasks[task], 20 if options.smoke else tasks[task]["iterations"]
+            seconds = statistics.median(run["cpu_seconds"] for run in rows[task]["runs"])
             lengths = [recipe["length"] * n for n in ((2,) if options.smoke else (4, 20))]
-            rows[task]["anchors"] = anchors(task, recipe, lengths, iterations)
+            rows[task] |= anchors(recipe, lengths, iterations, seconds)
             save(found, rows, tasks, smoke=options.smoke)
     if not options.smoke:
         draw()

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 from tests.support.real import alpaca, smollm2
 from tests.support.real import data as data_file
 from thinker.state import ThinkerOutput
-from thinker.tasks import TensorTask
+from thinker.tasks import Sample, TensorTask
 
 FOUND, PAGE = RESULTS / "thinker_questions.json", ROOT / "docs" / "thinker_questions.md"
 PLOT = ROOT / "docs" / "thinker_raised.svg"
 WORK = Path(__file__).parent / "work" / "distill"
 GRID_LATENTS, GRID_STEPS = (4, 8, 16, 24, 32), (1, 2, 4, 8, 12, 16, 24)
 SEEDS, FEWER = (0, 1, 2), {"text": (0, 1)}  # a run of text takes minutes
+NODES = 8  # of the graphs of `paths`
 COPY = {"hidden_size": 64, "num_heads": 4, "num_latents": 8}
 Rows = list[dict[str, Any]]
 
@@ -353,6 +355,79 @@ def raised(seed: int, few: int) -> Rows:
     return rows
 
 
+@dataclass(frozen=True)
+class Paths(th.Task):
+    """Distances from the first of eight nodes to each node of a random graph, in edges.
+
+    The input says for each of the 28 pairs of nodes whether an edge joins them, with probability
+    1/4; a node that cannot be reached has the answer 8.
+    """
+
+    default_length = NODES
+
+    @property
+    def vocab_size(self) -> int:
+        """An edge or none."""
+        return 2
+
+    @property
+    def output_size(self) -> int:
+        """Distances from 0 to 7, and 8 for no path."""
+        return NODES + 1
+
+    def input_length(self, length: int) -> int:
+        """The number of pairs of nodes."""
+        return NODES * (NODES - 1) // 2
+
+    def num_samples(self, length: int) -> int:
+        """The number of graphs."""
+        return 2 ** self.input_length(length)
+
+    def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
+        """Draw graphs, and walk through each from its first node, all edges at once."""
+        edges = torch.rand(batch, self.input_length(NODES), generator=generator) < 0.25
+        joined = torch.zeros(batch, NODES, NODES, dtype=torch.bool)
+        first, second = torch.triu_indices(NODES, NODES, 1)
+        joined[:, first, second] = edges
+        joined = joined | joined.mT
+        distance = torch.full((batch, NODES), NODES)
+        distance[:, 0] = 0
+        for step in range(1, NODES):
+            reached = distance < NODES
+            new = (joined & reached[:, :, None]).any(1) & ~reached
+            distance[new] = step
+        return Sample(edges.long(), torch.ones_like(edges), distance)
+
+
+def paths(seed: int, few: int) -> Rows:
+    """Rows that are right after more steps than in training, and what keeps them right."""
+    rows: Rows = []
+    kinds: dict[str, tuple[tuple[int, int], int, dict[str, Any]]] = {
+        "1 to 4 steps": ((1, 4), 3000, {}),
+        "1 to 4 steps, twice as long": ((1, 4), 6000, {}),
+        "1 to 4 steps, four segments": ((1, 4), 6000, {"segments": 4}),
+        "1 to 12 steps": ((1, 12), 3000, {}),
+    }
+    for name, (n_step, iterations, options) in kinds.items():
+        schedule = th.schedules.Fixed(max_length=NODES)
+        data = th.CurriculumDataset(Paths(), schedule, n_step=n_step, seed=seed)
+        model, seconds = train(data, COPY, few or iterations, seed, **options)
+        steps = (1, 2, 4, 12, 24, 48)
+        curves = th.evaluate_steps(model, data, [NODES], n_steps=steps, samples=1024)
+        row: dict[str, Any] = {"trained with": name}
+        row |= {f"{point['steps']} steps": point["rows"] for point in curves.rows()}
+        held = data.held_out(1024, NODES)
+        for threshold in (0.03, 0.2):
+            rule = th.ExitRule(threshold=threshold)
+            with torch.no_grad():
+                out = model.eval()(held["input_ids"], n_step=48, out_len=NODES, exit_rule=rule)
+            right = (out.logits.argmax(-1) == held["labels"]).all(1)
+            row[f"exit at {threshold}"] = float(right.float().mean())
+            row[f"steps, exit at {threshold}"] = float(out.steps.float().mean())
+        rows.append(row | {"CPU s": seconds})
+    return rows
+
+
 class Distilled:
     """Models of bytes that learn SmolLM2's probabilities as `examples/distill_language_model.py`
     does: the thinker, and transformers of as many parameters and of as many operations."""
@@ -454,6 +529,7 @@ QUESTIONS: dict[str, Callable[[int, int], Rows]] = {
     "embeddings": embeddings,
     "latent_noise": latent_noise,
     "text": text,
+    "paths": paths,
     "raised": raised,
     "distillation": distillation,
 }

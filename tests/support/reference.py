@@ -81,7 +81,6 @@ PAGES = (
             "state.Thought",
             "tasks.Sample",
             "tasks.TensorTask",
-            "tasks.sudoku_difficulty",
             "tasks.sudoku_puzzles",
             "tasks.sudoku_fill",
             "tasks.sudoku_shuffle",

@@ -7,7 +7,7 @@ from . import arithmetic, puzzles, sequences  # noqa: F401
 from .at_tokens import AtTokens
 from .rows import RowsTask
 from .sequences import SequenceTask
-from .sudoku import sudoku_difficulty, sudoku_fill, sudoku_puzzles, sudoku_shuffle
+from .sudoku import sudoku_fill, sudoku_puzzles, sudoku_shuffle
 from .task import TASKS, Sample, Task, make_task, register_task
 from .tensors import TensorTask
 
@@ -21,7 +21,6 @@ __all__ = [
     "TensorTask",
     "make_task",
     "register_task",
-    "sudoku_difficulty",
     "sudoku_fill",
     "sudoku_puzzles",
     "sudoku_shuffle",

@@ -1,4 +1,4 @@
-"""Sudoku: puzzles with one solution each, by difficulty, and symmetries that make new puzzles.
+"""Sudoku: puzzles with one solution each, and symmetries that make new puzzles.
 
 A grid is read row by row; 0 is an empty cell, digits count from 1. All functions work on batches:
 possible digits are (N, L, S), for N puzzles of L = S² cells and S = box² digits.
@@ -17,26 +17,21 @@ from model_components._checks import Range, Whole, check_value
 
 from .task import integers
 
-Difficulty = Literal["easy", "medium", "hard"]
-
 
 def sudoku_puzzles(
-    count: int, *, box: int = 3, difficulty: Difficulty = "easy", clues: int = 0, seed: int = 0
+    count: int, *, box: int = 3, clues: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:  # (count, L) twice
     """Make different puzzles with one solution each; return them and their solutions.
 
-    0 is an empty cell, digits count from 1.
+    0 is an empty cell, digits count from 1. A puzzle can be solved by one rule: fill cells that
+    have only one possible digit.
 
     Args:
         count: The number of puzzles.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
-        difficulty: The rules that solve the puzzles. ``"easy"``: fill cells that have only one
-            possible digit. ``"medium"``: also place digits that have only one possible cell in a
-            row, column or box; the first rule alone is not enough. ``"hard"``: both rules are not
-            enough, and a solver must try out digits. Puzzles of 4 x 4 cells are all easy.
-        clues: The number of clues at which the removal of digits stops. It stops earlier if every
-            further removal would make the puzzle ambiguous or too hard; puzzles of 9 x 9 cells then
-            have 20 to 30 clues, those of 4 x 4 cells 4 to 6.
+        clues: The number of clues at which the removal of digits stops. It stops earlier if the
+            rule could no longer solve the puzzle after any further removal; puzzles of 9 x 9 cells
+            then have 20 to 30 clues, those of 4 x 4 cells 4 to 6.
         seed: The seed of all random choices.
 
     Raises:
@@ -53,7 +48,6 @@ def sudoku_puzzles(
     for name, value, kind in (
         ("box", box, Literal[2, 3]),
         ("count", count, Whole),
-        ("difficulty", difficulty, Difficulty),
         ("clues", clues, Annotated[int, Range(least=0, most=box**4 - 1)]),
         ("seed", seed, int),
     ):
@@ -63,46 +57,18 @@ def sudoku_puzzles(
     dry = 0
     while len(solution_of) < count:
         before = len(solution_of)
-        # twice the missing number, for duplicates and other difficulties; 512 bounds the memory
+        # twice the missing number, for duplicates; 512 bounds the memory
         solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
-        puzzles = _dug(generator, solutions, box, difficulty, clues)
+        puzzles = _dug(generator, solutions, box, clues)
         for puzzle, solution in zip(puzzles, solutions, strict=True):
             solution_of.setdefault(tuple(puzzle.tolist()), solution)
-        if difficulty != "easy":  # some puzzles are easier than allowed
-            new_puzzles = torch.tensor(list(solution_of)[before:], dtype=torch.long).view(
-                -1, box**4
-            )
-            grades = sudoku_difficulty(new_puzzles, box=box)
-            for puzzle, grade in zip(new_puzzles, grades, strict=True):
-                if grade != difficulty:
-                    del solution_of[tuple(puzzle.tolist())]
         dry = dry + 1 if len(solution_of) == before else 0
         if dry == 8:
             raise ValueError(
-                f"sudoku_puzzles: found {len(solution_of)} {difficulty} puzzles of box {box}; "
-                f"expected {count}; there may be no more: lower count, or change clues"
+                f"sudoku_puzzles: found {len(solution_of)} puzzles of box {box}; expected {count}; "
+                "there may be no more: lower count, or change clues"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
-
-
-def sudoku_difficulty(
-    puzzles: Tensor,  # (N, L)
-    *,
-    box: int = 3,
-) -> list[Difficulty]:
-    """Return the difficulty of each puzzle, as defined by `sudoku_puzzles`.
-
-    A puzzle with several solutions or none is ``"hard"``.
-
-    Raises:
-        ValueError: The puzzles have the wrong shape, or digits out of range.
-    """
-    _check("sudoku_difficulty", puzzles, box)
-    can = _possible(puzzles, box)
-    easy, medium = (
-        _solved(_narrowed(can, box, hidden=hidden)).tolist() for hidden in (False, True)
-    )
-    return ["easy" if e else "medium" if m else "hard" for e, m in zip(easy, medium, strict=True)]
 
 
 def sudoku_fill(
@@ -307,37 +273,8 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
         can[which] = _narrowed(can[which], box)
 
 
-def _solvable(generator: torch.Generator, can: Tensor, box: int) -> Tensor:  # (N,)
-    """Return whether each puzzle has a solution.
-
-    At an undecided cell, the search tries one digit in one branch and the cell's other digits in
-    another, until it finds a solution or no branch is left.
-    """
-    found = torch.zeros(len(can), dtype=torch.bool)
-    owner = torch.arange(len(can))
-    while len(can):
-        can = _narrowed(can, box)
-        found[owner[_solved(can)]] = True
-        keep = can.any(2).all(1) & ~found[owner]
-        can = can[keep]
-        owner = owner[keep]
-        if not len(can):
-            break
-        (cell, digit), rows = _choose(generator, can), torch.arange(len(can))
-        tried = can.clone()
-        others = can
-        tried[rows, cell] = False
-        tried[rows, cell, digit] = True
-        others[rows, cell, digit] = False
-        can = torch.cat([tried, others])
-        owner = torch.cat([owner, owner])
-    return found
-
-
-def _dug(
-    generator: torch.Generator, solutions: Tensor, box: int, difficulty: Difficulty, clues: int
-) -> Tensor:  # (N, L)
-    """Remove digits in random order, each only if one solution remains that is not too hard."""
+def _dug(generator: torch.Generator, solutions: Tensor, box: int, clues: int) -> Tensor:  # (N, L)
+    """Remove digits in random order, each only if the rule of `sudoku_puzzles` finds it again."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]
@@ -345,13 +282,8 @@ def _dug(
         fewer = puzzles[rows]
         at = torch.arange(len(rows))
         fewer[at, cell] = 0
-        can = _possible(fewer, box)
-        if difficulty == "hard":  # any other solution has another digit in the removed cell
-            can[at, cell, solutions[rows, cell] - 1] = False
-            enough = ~_solvable(generator, can, box)
-        else:
-            # once the removed digit is found again, the rest follows as it did before
-            can = _narrowed(can, box, hidden=difficulty == "medium", until=cell)
-            enough = can[at, cell].sum(1) == 1
+        # once the removed digit is found again, the rest follows as it did before
+        can = _narrowed(_possible(fewer, box), box, hidden=False, until=cell)
+        enough = can[at, cell].sum(1) == 1
         puzzles[rows[enough]] = fewer[enough]
     return puzzles

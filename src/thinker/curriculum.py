@@ -65,9 +65,9 @@ class CurriculumDataset(IterableDataset):
     """An endless data set of batches, each with the arguments of `LatentThinker.forward`.
 
     Batch number ``step`` depends only on (seed, rank, step) and the schedule's state, so the
-    batches are the same with any number of workers and after a resume. Changes by `report` take
-    effect ``delay`` batches later, so that batches drawn ahead do not depend on when they were
-    drawn. Use the data set in a `DataLoader` with ``batch_size=None``.
+    batches are the same with any number of workers and after a resume. A schedule that follows
+    accuracy (`report`) allows no workers, since they draw ahead. Use the data set in a `DataLoader`
+    with ``batch_size=None``.
 
     Args:
         task: The task to sample.
@@ -88,8 +88,6 @@ class CurriculumDataset(IterableDataset):
         seed: The seed of all random choices.
         rank: The process's rank in distributed training; each process has its own batches.
         device: The device of the batches.
-        delay: The number of batches after which a report takes effect. It must be at least the
-            number of batches that workers draw ahead.
 
     Raises:
         ValueError: A number is out of its range, or the task's samples do not have the shapes and
@@ -114,7 +112,6 @@ class CurriculumDataset(IterableDataset):
         seed: int = 0,
         rank: int = 0,
         device: str | torch.device = "cpu",
-        delay: int = 16,
     ):
         if not isinstance(task, Task) or not isinstance(schedule, Schedule | None):
             raise ValueError(
@@ -132,7 +129,6 @@ class CurriculumDataset(IterableDataset):
         self.holdout = holdout
         self.seed = seed
         self.rank = rank
-        self.delay = delay
         self.n_step = n_step
         self.n_latent = n_latent
         # a function is checked only at the smallest and the largest length
@@ -142,7 +138,6 @@ class CurriculumDataset(IterableDataset):
         self.device = torch.device(device)
         for name, value, kind in (
             ("batch_size", batch_size, Whole),
-            ("delay", delay, Whole),
             ("holdout", holdout, Annotated[float, Range(least=0, below=1)]),
             ("seed", seed, int),
             ("rank", rank, int),
@@ -166,15 +161,7 @@ class CurriculumDataset(IterableDataset):
         self.step = 0
         self._is_spread = False  # whether this copy, in a worker, has its own first step
         self.segments = 1
-        # rows of (first batch, state), in shared memory, so that persistent workers see the
-        # trainer's reports
-        initial = self.schedule.initial()
-        # -1 marks a free row. Each batch makes at most one change, which waits for `delay` batches,
-        # so no row that a worker still needs is overwritten.
-        self._states = torch.full(
-            (2 * delay + 2, 1 + len(initial)), -1.0, dtype=torch.float64
-        ).share_memory_()
-        self._states[0] = torch.tensor([0.0, *initial], dtype=torch.float64)
+        self.state = torch.tensor(self.schedule.initial(), dtype=torch.float64)
 
     @property
     def most_latents(self) -> int | None:
@@ -206,59 +193,19 @@ class CurriculumDataset(IterableDataset):
             "max_output_length": self.task.output_length(longest),
         } | ({} if symbols is None else {"symbols": symbols})
 
-    def state_at(self, step: int) -> Tensor:
-        """Return the state of the schedule from which batch ``step`` is drawn."""
-        known = self._states[(self._states[:, 0] >= 0) & (self._states[:, 0] <= step)]
-        return known[known[:, 0].argmax(), 1:]
-
     def difficulty(self, step: int | None = None) -> float:
-        """Return the schedule's difficulty at a step; by default, with the newest state."""
-        return self.schedule.difficulty(
-            self.step if step is None else step,
-            self.newest_state() if step is None else self.state_at(step),
-        )
+        """Return the schedule's difficulty at a step; default: the next one."""
+        return self.schedule.difficulty(self.step if step is None else step, self.state)
 
-    def report(self, right: Tensor, total: Tensor, *, step: int) -> None:
+    def report(self, right: Tensor, total: Tensor) -> None:
         """Update the schedule with the numbers of correct answers and of all answers by length.
 
         Args:
             right: Numbers of correct answers by length, (max_length + 1,).
             total: Numbers of all answers by length, (max_length + 1,).
-            step: The number of batches trained on; the change takes effect at batch ``step +
-                delay``.
         """
-        newest = self.newest_state()
-        # a copy: workers see these rows, and a schedule may change its argument
-        updated = self.schedule.update(newest.clone(), right.cpu(), total.cpu())
-        if not torch.equal(updated, newest):
-            self.change(updated, step=step)
-
-    def newest_state(self) -> Tensor:
-        """Return the schedule's state after all reports."""
-        return self._states[self._states[:, 0].argmax(), 1:]
-
-    def change(self, state: Tensor, *, step: int) -> None:
-        """Set the schedule's state from batch ``step + delay`` on.
-
-        If a step has several changes, the last one counts.
-
-        Raises:
-            ValueError: ``step`` is below that of an earlier change.
-        """
-        start = float(step + self.delay)
-        newest = float(self._states[:, 0].max())
-        if start < newest:
-            raise ValueError(
-                f"CurriculumDataset: got a change at step {step} after one at a later step; "
-                "expected steps in ascending order"
-            )
-        row = self._states[
-            self._states[:, 0].argmax() if start == newest else self._states[:, 0].argmin()
-        ]
-        # no worker may read the row while it is written
-        row[0] = -1.0
-        row[1:] = state
-        row[0] = start  # last, since workers find a row by its start
+        # a copy, since a schedule may change its argument
+        self.state = self.schedule.update(self.state.clone(), right.cpu(), total.cpu())
 
     def batch(self, step: int, *, details: bool = False) -> Batch:
         """Return batch number ``step``.
@@ -274,7 +221,7 @@ class CurriculumDataset(IterableDataset):
         # the first number gives batches (1), checks (2) and held-out rows (3) different random
         # numbers
         generator = self._generator(1, self.rank, first)
-        lengths = self.schedule.lengths(generator, self.batch_size, first, self.state_at(first))
+        lengths = self.schedule.lengths(generator, self.batch_size, first, self.state)
         sample = self.task.sample(generator, self.batch_size, lengths)
         if self.holdout:
             sample = self._hold_out.replaced(generator, sample, lengths)
@@ -299,10 +246,19 @@ class CurriculumDataset(IterableDataset):
         return self.batches()
 
     def batches(self, *, details: bool = False) -> Iterator[Batch]:
-        """Yield batches, beginning at the current step; see `batch` for ``details``."""
+        """Yield batches, beginning at the current step; see `batch` for ``details``.
+
+        Raises:
+            ValueError: The iterator runs in a worker, but the schedule follows accuracy.
+        """
         info = get_worker_info()
         stride = 1
         if info is not None:
+            if self.schedule.initial():
+                raise ValueError(
+                    f"CurriculumDataset: {type(self.schedule).__name__} follows accuracy, which "
+                    "workers do not see; expected num_workers=0"
+                )
             stride = info.num_workers
             if not self._is_spread:  # a persistent worker enters here again
                 self.step += info.id
@@ -344,34 +300,36 @@ class CurriculumDataset(IterableDataset):
         return _rows(sample, lengths, details)
 
     def state_dict(self, step: int | None = None) -> StateDict:
-        """Return the state for a resume: the number of trained batches and the schedule's states.
+        """Return the state for a resume: the number of trained batches and the schedule's state.
 
         Args:
             step: The number of batches trained on, which is needed if workers draw ahead; default:
                 the number of batches drawn from this object.
         """
         step = self.step if step is None else step
-        return {"step": step, "states": self._states.tolist(), **self._identity()}
+        return {"step": step, "state": self.state.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
         """Return the settings that must not change at a resume, so that the same batches follow."""
         task, schedule = (
             re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
         )
-        ends = (self.schedule.min_length, self.schedule.max_length)
+        shortest = self.schedule.min_length
+        longest = self.schedule.max_length
+        # about 64 lengths, since a schedule may have a million
+        some = [*range(shortest, longest, 1 + (longest - shortest) // 64), longest]
         return {
             "task": task,
             "rows_checksum": self._rows_checksum,
             "schedule": schedule,
-            # functions are compared by their values at the smallest and the largest length
-            "n_step": [list(_pair("n_step", self.n_step, length)) for length in ends],
+            # functions are compared by their values
+            "n_step": [list(_pair("n_step", self.n_step, length)) for length in some],
             # 1 stands for None, with which the model sets the number
-            "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in ends],
+            "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in some],
             "seed": self.seed,
             "segments": self.segments,
             "batch_size": self.batch_size,
             "holdout": self.holdout,
-            "delay": self.delay,
         }
 
     def _checksum(self) -> str:
@@ -379,13 +337,18 @@ class CurriculumDataset(IterableDataset):
 
         A task's `repr` may not show its fields, and two tasks may have the same name.
         """
-        # short rows suffice, and long ones may be large
-        length = min(self.schedule.max_length, max(self.schedule.min_length, 32))
+        longest = self.schedule.max_length
+        # of long rows only a few, since they may be large
+        counts = {min(longest, max(self.schedule.min_length, 32)): 64, longest: 4}
         found = []
         for _ in range(2):
             # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
-            sample = self.task.sample(self._generator(4), 64, length)
-            content = b"".join(x.cpu().numpy().tobytes() for x in (sample.tokens, sample.targets))
+            generator = self._generator(4)
+            content = b""
+            for length, count in counts.items():
+                sample = self.task.sample(generator, count, length)
+                for column in (sample.tokens, sample.targets):
+                    content += column.cpu().numpy().tobytes()
             found.append(f"{zlib.crc32(content):08x}")
         # a task that does not draw the same rows again has no checksum
         return found[0] if found[0] == found[1] else ""
@@ -394,19 +357,18 @@ class CurriculumDataset(IterableDataset):
         """Continue from a state that `state_dict` returned.
 
         Raises:
-            ValueError: The state has another task, schedule, seed, batch size, holdout, delay or
-                number of segments, or other numbers of steps or latents.
+            ValueError: The state has another task, schedule, seed, batch size, holdout or number of
+                segments, or other numbers of steps or latents.
         """
         for name, value in self._identity().items():
             # a setting that an older state lacks counts as unchanged
             if state.get(name, value) != value:
                 raise ValueError(
-                    f"CurriculumDataset: the state has {name} {state[name]}; expected {value}, as "
-                    "this data set has"
+                    f"CurriculumDataset: the state has {name} {state[name]!s:.200}; expected "
+                    f"{value!s:.200}, as this data set has"
                 )
         self.step = state["step"]
-        # in place, since workers share this tensor
-        self._states.copy_(torch.tensor(state["states"], dtype=torch.float64))
+        self.state = torch.tensor(state["state"], dtype=torch.float64)
 
     def _generator(self, *words: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed_of(self.seed, *words))

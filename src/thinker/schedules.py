@@ -2,7 +2,7 @@
 
 A schedule holds no state itself. It draws a batch's lengths from a generator, the step and a small
 state vector, and computes a new state from the numbers of correct answers. `CurriculumDataset`
-keeps the state in memory that its workers share.
+keeps the state.
 """
 
 from __future__ import annotations

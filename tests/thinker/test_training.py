@@ -117,7 +117,6 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
             model_of(latent_init="noise", step_noise=0.1, **changes),
             data_of(
                 Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1),
-                delay=4,
                 n_latent=(2, 6),
             ),
             step_loss=make() if make else None,
@@ -138,7 +137,8 @@ def test_resumed_is_as_if_never_stopped(loss, tmp_path):
         assert torch.equal(a, b)
     same(whole.step_loss, again.step_loss, rtol=0, atol=0)
     assert whole.data.state_dict() == again.data.state_dict()
-    assert max(row[1] for row in whole.data.state_dict()["states"]) > 1  # the frontier has moved
+    hardest = max(r["difficulty"] for r in whole.state.log_history if "loss" in r)
+    assert hardest > 1  # the frontier has moved
     assert logs_of(whole) == logs_of(again)
     rewinds = [
         next(c for c in t.callback_handler.callbacks if isinstance(c, RewindOnPeak)).count
@@ -490,7 +490,8 @@ class Ranks(IterableDataset):
     def __iter__(self):
         streams = [d.batches(details=True) for d in self.data]
         while True:
-            for stream in streams:
+            for data, stream in zip(self.data, streams, strict=True):
+                data.state = self.data[0].state  # in two processes, each has the same
                 yield next(stream)
 
 
@@ -522,7 +523,7 @@ from tests.thinker.test_training import SGD, data_of, model_of, trainer_of
 from thinker import RewindOnPeak
 from thinker.schedules import Progressive
 schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
-trainer = trainer_of(out, model_of(), data_of(schedule, delay=4), ddp_backend="gloo", max_steps=30, logging_steps=10,
+trainer = trainer_of(out, model_of(), data_of(schedule), ddp_backend="gloo", max_steps=30, logging_steps=10,
                      save_strategy="steps", save_steps=15, callbacks=[RewindOnPeak(every=8)], **SGD)
 trainer.train(resume_from_checkpoint=cases[0] if cases else None)
 logs = [{k: r[k] for k in ("step", "accuracy", "difficulty")} for r in trainer.state.log_history if "loss" in r]
@@ -551,11 +552,11 @@ from thinker.schedules import Progressive
 for number, loss in enumerate(cases):
     make, changes = LOSSES[loss]
     schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
-    trainer = trainer_of(out, model_of(**changes), data_of(schedule, delay=4), step_loss=make() if make else None,
+    trainer = trainer_of(out, model_of(**changes), data_of(schedule), step_loss=make() if make else None,
                          ddp_backend="gloo", max_steps=18, **SGD)
     trainer.train()
     state = {"model": trainer.model.state_dict(), "loss": trainer.step_loss.state_dict()}
-    state["data"] = trainer.data.newest_state()
+    state["data"] = trainer.data.state
     torch.save(state, f"{out}/{number}-{trainer.args.process_index}.pt")
 """
 
@@ -575,8 +576,7 @@ def compare_with_one_process(found, make, changes, tmp_path):
     assert torch.equal(found[0]["data"], found[1]["data"])
 
     schedule = Progressive(max_length=6, start=3, threshold=0.01, retreat=0.0, min_answers=1)
-    data = [data_of(schedule, delay=4, rank=rank) for rank in (0, 1)]
-    data[1]._states = data[0]._states
+    data = [data_of(schedule, rank=rank) for rank in (0, 1)]
     arguments = thinker_arguments(
         tmp_path,
         max_steps=18,
@@ -590,7 +590,7 @@ def compare_with_one_process(found, make, changes, tmp_path):
     )
     single.others = data[1]
     single.train()
-    assert torch.equal(found[0]["data"], data[0].newest_state())
+    assert torch.equal(found[0]["data"], data[0].state)
     assert float(found[0]["data"][0]) == 4
     for part, held in (("model", single.model), ("loss", single.step_loss)):
         for name, value in held.state_dict().items():
@@ -690,9 +690,7 @@ def test_rewinding_gives_a_schedule_its_state_back(tmp_path):
     rewind = RewindOnPeak(factor=1.0, margin=0.0, every=10, limit=3)
     curriculum, after = CurriculumCallback(every=15), After()
     callbacks = [curriculum, rewind, after]
-    trainer = trainer_of(
-        tmp_path, data=data_of(schedule, delay=4), max_steps=120, callbacks=callbacks
-    )
+    trainer = trainer_of(tmp_path, data=data_of(schedule), max_steps=120, callbacks=callbacks)
     trainer.train()
     assert rewind.count == after.seen == 3
 
@@ -701,7 +699,7 @@ def test_a_curriculums_callback_of_ones_own_replaces_the_default(tmp_path):
     schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
     trainer = trainer_of(
         tmp_path,
-        data=data_of(schedule, delay=4),
+        data=data_of(schedule),
         max_steps=30,
         callbacks=[CurriculumCallback(every=25)],
     )
@@ -709,16 +707,38 @@ def test_a_curriculums_callback_of_ones_own_replaces_the_default(tmp_path):
     assert trainer.data.difficulty() == 2
 
 
+def test_a_schedule_changes_only_between_batches_of_several_segments(tmp_path):
+    rows, lengths = [], []
+
+    class Watched(ThinkerTrainer):
+        def compute_loss(self, model, inputs, *rest, **named):
+            rows.append(inputs["input_ids"])
+            lengths.append(self.data.difficulty())
+            return super().compute_loss(model, inputs, *rest, **named)
+
+    schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
+    arguments = thinker_arguments(tmp_path, max_steps=48, use_cpu=True, disable_tqdm=True)
+    callback = CurriculumCallback(every=3)
+    Watched(
+        model_of(), arguments, train_dataset=data_of(schedule), segments=4, callbacks=[callback]
+    ).train()
+    for first in range(0, 48, 4):
+        assert all(torch.equal(rows[first], rows[first + i]) for i in range(4))
+    changes = [step for step in range(1, 48) if lengths[step] > lengths[step - 1]]
+    assert changes == [12, 24, 36]
+
+
 def test_training_on_goes_on_in_the_data(tmp_path):
-    for workers in (0, 1):
-        schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
-        trainer = trainer_of(
-            tmp_path, data=data_of(schedule, delay=6), max_steps=20, dataloader_num_workers=workers
-        )
-        trainer.train()
-        assert (trainer.data.step, trainer.data.difficulty()) == (20, 3)
-        trainer.train()
-        assert (trainer.data.step, trainer.data.difficulty()) == (40, 5)
+    schedule = Progressive(max_length=6, threshold=0.01, retreat=0.0, min_answers=1)
+    trainer = trainer_of(tmp_path, data=data_of(schedule), max_steps=20)
+    trainer.train()
+    assert (trainer.data.step, trainer.data.difficulty()) == (20, 3)
+    trainer.train()
+    assert (trainer.data.step, trainer.data.difficulty()) == (40, 5)
+    workers = trainer_of(tmp_path / "workers", max_steps=20, dataloader_num_workers=1)
+    workers.train()
+    workers.train()
+    assert workers.data.step == 40
 
 
 def test_any_plan_trains_with_any_draw_of_steps(tmp_path):
@@ -1000,12 +1020,8 @@ def test_a_users_arguments_stay_as_they_are(tmp_path):
 def test_workers_change_nothing(tmp_path):
     models = []
     for workers in (0, 2):
-        schedule = Progressive(max_length=6, start=2, threshold=0.01, retreat=0.0, min_answers=1)
-        trainer = trainer_of(
-            tmp_path, data=data_of(schedule, delay=6), max_steps=30, dataloader_num_workers=workers
-        )
+        trainer = trainer_of(tmp_path, max_steps=30, dataloader_num_workers=workers)
         trainer.train()
-        assert trainer.data.difficulty(trainer.batches) > 2
         models.append(trainer.model)
     same(*models, rtol=0, atol=0)
 
@@ -1087,9 +1103,9 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
         ),
         (
             lambda out: trainer_of(
-                out, data=data_of(Progressive(max_length=6), delay=3), dataloader_num_workers=2
+                out, data=data_of(Progressive(max_length=6)), dataloader_num_workers=2
             ),
-            r"ThinkerTrainer:.*drawn.*5.*3",
+            r"ThinkerTrainer: dataloader_num_workers is 2; expected 0, since Progressive follows",
         ),
         (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
         (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
@@ -1126,12 +1142,6 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
                 step_loss=Reach(),
             ),
             r"ThinkerTrainer:.*1.*another",
-        ),
-        (
-            lambda out: trainer_of(
-                out, data=data_of(Progressive(max_length=6), delay=4), segments=5
-            ),
-            r"ThinkerTrainer:.*batches.*5.*4",
         ),
         (
             lambda out: trainer_of(

@@ -76,7 +76,8 @@ class ThinkerCallback(TrainerCallback):
 class CurriculumCallback(ThinkerCallback):
     """A callback that reports the numbers of correct answers to the schedule.
 
-    `ThinkerTrainer` adds this callback if none is given.
+    `ThinkerTrainer` adds this callback if none is given. Within a batch of several segments it does
+    not report, so that all of its segments have the same rows.
 
     Args:
         every: Number of steps between two reports.
@@ -109,11 +110,13 @@ class CurriculumCallback(ThinkerCallback):
         # a report waits for the device, and a schedule without a state ignores it
         if state.global_step % self.every or not trainer.data.schedule.initial():
             return
+        if trainer.batches % trainer.data.segments:
+            return
         assert self.before is not None
         counts = trainer.tally.since(self.before)
         # nothing is counted if a rewind came first in this step
         if float(counts["total"].sum()):
-            trainer.data.report(counts["right"], counts["total"], step=trainer.batches)
+            trainer.data.report(counts["right"], counts["total"])
 
     def on_rewind(self) -> None:
         """Start counting again."""

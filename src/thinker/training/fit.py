@@ -31,17 +31,12 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
         )
 
 
-def check_delay(args: TrainingArguments, data: CurriculumDataset) -> None:
-    """Check that batches are not drawn farther ahead than the data set's delay."""
-    # 2 is the default of DataLoader
-    drawn = args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)
-    # all segments of a batch use the state at the first segment, up to segments - 1 steps earlier
-    ahead = args.gradient_accumulation_steps + drawn + data.segments - 1
-    # a schedule without a state never changes
-    if data.schedule.initial() and ahead > data.delay:
+def check_workers(args: TrainingArguments, data: CurriculumDataset) -> None:
+    """Check that no workers draw ahead for a schedule that follows accuracy."""
+    if args.dataloader_num_workers and data.schedule.initial():
         raise ValueError(
-            f"ThinkerTrainer: batches are drawn {ahead} ahead, but the data set's delay is "
-            f"{data.delay}; expected CurriculumDataset(delay={ahead}) or more"
+            f"ThinkerTrainer: dataloader_num_workers is {args.dataloader_num_workers}; expected 0, "
+            f"since {type(data.schedule).__name__} follows accuracy, which workers do not see"
         )
 
 

@@ -37,7 +37,7 @@ from ..state import ThinkerOutput, ThinkerState
 from .arguments import thinker_arguments
 from .callbacks import CurriculumCallback, RewindOnPeak, ThinkerCallback
 from .checkpoints import pack_carry, unpack_carry
-from .fit import check_delay, check_fit, check_kinds, check_reach, check_segments
+from .fit import check_fit, check_kinds, check_reach, check_segments, check_workers
 from .parameters import parameter_groups
 from .tally import Tally
 
@@ -148,7 +148,7 @@ class ThinkerTrainer(StepTrainer):
                 f"{self.args.gradient_accumulation_steps}; expected one of them to be 1"
             )
         self.data.rank = self.args.process_index
-        check_delay(self.args, self.data)
+        check_workers(self.args, self.data)
         self.step_loss.to(self.args.device)
         longest = self.data.schedule.max_length
         device = self.args.device
@@ -450,7 +450,7 @@ class ThinkerTrainer(StepTrainer):
                 "model": self.thinker.state_dict(),
                 "step_loss": self.step_loss.state_dict(),
                 "optimizer": bare_optimizer(self.optimizer).state_dict(),
-                "schedule": self.data.newest_state(),
+                "schedule": self.data.state,
             }
         )
 
@@ -466,8 +466,7 @@ class ThinkerTrainer(StepTrainer):
         optimizer.load_state_dict(snapshot["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        if not torch.equal(snapshot["schedule"], self.data.newest_state()):
-            self.data.change(snapshot["schedule"], step=self.batches)
+        self.data.state = snapshot["schedule"]
         self._carry = None  # it comes from steps that were undone
         for callback in self._thinker_callbacks().values():
             callback.on_rewind()

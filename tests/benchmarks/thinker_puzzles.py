@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import thinker as th
 from tests.benchmarks import thinker_trm
@@ -39,6 +40,7 @@ PUZZLES = {
 }
 TOLD = {"sudoku9": "{} clues", "maze": "{0} x {0}"}
 SAMPLES = {"sudoku9": 256, "sudoku4": 512, "maze": 256}
+GPU_GIGAFLOPS = 25_000  # small matrices leave most of a GPU unused
 
 
 class Encoder(nn.Module):
@@ -169,30 +171,40 @@ def variant(
 
 def others(
     name: str, puzzle: Any, seed: int, seconds: float, *, smoke: bool
-) -> dict[str, dict[str, Any]]:
-    """What the example's model is compared with."""
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What the example's model is compared with, each to be called for its run."""
+    samples = SAMPLES[name]
     if name == "maze":
         make = partial(DeepThinking, width=32, axes=2, alpha=0.01)
-        return {"Deep Thinking": rival(make, puzzle, seed, seconds, samples=SAMPLES[name])}
-    samples = SAMPLES[name]
-    cells = puzzle.train.task.input_length(1)
-    found = {}
-    if name == "sudoku9":
-        found["TRM"] = thinker_trm.run(puzzle, seed, seconds, samples=samples)
-    # on 9 x 9 cells these two solve next to nothing, and one seed says so
-    if name == "sudoku4" or seed == SEEDS[name][0]:
-        found["a transformer of 4 layers"] = rival(
-            partial(Encoder, cells=cells), puzzle, seed, seconds, samples=samples
-        )
+        return {"Deep Thinking": partial(rival, make, puzzle, seed, seconds, samples=samples)}
+    encoder = partial(Encoder, cells=puzzle.train.task.input_length(1))
+    of_layers = partial(rival, encoder, puzzle, seed, seconds, samples=samples)
     if name == "sudoku4":
         # takes as long as four segments of a quarter of the steps
         iterations = 16 if smoke else puzzle.iterations // 3
-        found["without segments"] = variant(puzzle, seed, iterations, samples=samples)
-    elif seed == SEEDS[name][0]:
-        iterations = 8 if smoke else puzzle.iterations
-        attention = {"segments": 4, "mixer": "attention"}
-        found["with attention"] = variant(puzzle, seed, iterations, samples=samples, **attention)
-    return found
+        whole = partial(variant, puzzle, seed, iterations, samples=samples)
+        return {"a transformer of 4 layers": of_layers, "without segments": whole}
+    iterations = 8 if smoke else puzzle.iterations
+    attention = partial(
+        variant, puzzle, seed, iterations, samples=samples, segments=4, mixer="attention"
+    )
+    return {
+        "TRM": partial(thinker_trm.run, puzzle, seed, seconds, samples=samples),
+        "a transformer of 4 layers": of_layers,
+        "with attention": attention,
+    }
+
+
+def gigaflops(puzzle: Any) -> float:
+    """The products of one step of training of the example's model, the mean over its draws of
+    steps of thought."""
+    config = th.ThinkerConfig(
+        **puzzle.train.sizes() | {"latent_init": "tokens", "n_step": 2} | puzzle.model
+    )
+    model, batch = th.LatentThinker(config), puzzle.train.batch(0)
+    with FlopCounterMode(display=False) as counter:
+        model(batch["input_ids"], labels=batch["labels"], output_steps="all").loss.backward()
+    return counter.get_total_flops() / 1e9
 
 
 def percent(values: list[float]) -> str:
@@ -238,6 +250,8 @@ def write_table() -> None:
         made = ", ".join(dict.fromkeys([entry["commit"], *filter(None, later)]))
         place = f"{entry['hardware']}, one thread; measured {entry['date']} at {made}."
         count = SAMPLES[name]
+        if "gigaflops" in entry:
+            place += " " + on_paper(entry)
         lines += [
             "",
             f"Whole puzzles solved, of {count}: the median of the seeds, and the worst. {place}",
@@ -246,11 +260,25 @@ def write_table() -> None:
     put(GUIDE, lines[:-1], "puzzles")
 
 
-def save(name: str, runs: dict[str, list[dict[str, Any]]], *, smoke: bool) -> None:
+def on_paper(entry: dict[str, Any]) -> str:
+    """What a GPU hour would have room for, beside a run here."""
+    run = entry["runs"]["LatentThinker"][0]
+    seconds = statistics.median(r["cpu_seconds"] for r in entry["runs"]["LatentThinker"])
+    whole = entry["gigaflops"] * run["iterations"]
+    times = GPU_GIGAFLOPS * 3600 / whole
+    return (
+        f"On paper: a training step is {entry['gigaflops']:.1f} GFLOP, a run {whole / 1000:.1f} "
+        f"TFLOP ({whole / seconds:.0f} GFLOP/s). An hour on a GPU that reaches "
+        f"{GPU_GIGAFLOPS / 1000:.0f} TFLOP/s (5% of an H100's 495 with TF32) has room for "
+        f"{times:,.0f} such runs."
+    )
+
+
+def save(name: str, entry: dict[str, Any], *, smoke: bool) -> None:
     """Write what there is so far, with the earlier rows of the other puzzle."""
     if not smoke:
         found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-        found[name] = {"date": today(), "commit": commit(), "hardware": hardware(), "runs": runs}
+        found[name] = entry
         FOUND.write_text(
             json.dumps({n: found[n] for n in PUZZLES if n in found}, indent=1) + "\n",
             encoding="utf-8",
@@ -264,6 +292,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--device", default="cpu", help="not looked at: the example trains on the CPU"
     )
     parser.add_argument("--only", nargs="*", choices=PUZZLES, help="puzzles; the others are kept")
+    parser.add_argument(
+        "--missing", action="store_true", help="only rivals and seeds that have no rows yet"
+    )
     parser.add_argument(
         "--smoke",
         action="store_true",
@@ -281,21 +312,31 @@ def main(arguments: list[str] | None = None) -> None:
             *(["--smoke"] if options.smoke else []),
         ]
         seeds = SEEDS[name][:1] if options.smoke else SEEDS[name]
-        runs: dict[str, list[dict[str, Any]]] = {
-            "LatentThinker": [run_example("solve_puzzles", command, s) for s in seeds]
-        }
+        if options.missing:
+            entry = json.loads(FOUND.read_text(encoding="utf-8"))[name]
+        else:
+            ours = [run_example("solve_puzzles", command, s) for s in seeds]
+            entry = {"date": today(), "commit": commit(), "hardware": hardware()}
+            entry["runs"] = {"LatentThinker": ours}
+        if name == "sudoku9":
+            entry["gigaflops"] = gigaflops(example.PUZZLES[name](seeds[0], options.smoke))
+        runs: dict[str, list[dict[str, Any]]] = entry["runs"]
         seconds = (
             2.0
             if options.smoke
             else statistics.median(r["cpu_seconds"] for r in runs["LatentThinker"])
         )
-        save(name, runs, smoke=options.smoke)
+        save(name, entry, smoke=options.smoke)
         for seed in seeds[:3]:
             puzzle = example.PUZZLES[name](seed, options.smoke)
-            for model, found in others(name, puzzle, seed, seconds, smoke=options.smoke).items():
-                runs.setdefault(model, []).append(found)
+            for model, run in others(name, puzzle, seed, seconds, smoke=options.smoke).items():
+                known = runs.setdefault(model, [])
+                if any(other["seed"] == seed for other in known):
+                    continue
+                found = run()
+                known.append(found | {"commit": commit()} if options.missing else found)
                 print(name, model, found, flush=True)
-            save(name, runs, smoke=options.smoke)
+            save(name, entry, smoke=options.smoke)
     if not options.smoke:
         write_table()
 

@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers import TrainerCallback
 
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
@@ -136,6 +138,7 @@ class Preset:
         output_dir: str | Path,
         *,
         max_steps: int,
+        callbacks: Sequence[TrainerCallback] = (),
         **arguments: Any,
     ) -> ThinkerTrainer:
         """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
@@ -148,6 +151,7 @@ class Preset:
             data: The training data.
             output_dir: Folder of checkpoints and logs.
             max_steps: Number of optimizer steps.
+            callbacks: Callbacks of the trainer, such as `RewindOnPeak`.
             **arguments: Arguments of `thinker_arguments`.
         """
         settings: dict[str, Any] = {
@@ -164,6 +168,7 @@ class Preset:
             train_dataset=data,
             step_loss=self.step_loss(),
             segments=self.segments,
+            callbacks=list(callbacks),
         )
 
 

@@ -186,9 +186,8 @@ def _trainer_of(
     }
     preset = run.settings()
     if preset is not None:
-        trainer = preset.trainer(model, data, out / "checkpoints", **settings)
-        trainer.add_callback(RewindOnPeak())
-        return trainer
+        callbacks = [RewindOnPeak()]
+        return preset.trainer(model, data, out / "checkpoints", callbacks=callbacks, **settings)
     arguments = thinker_arguments(out / "checkpoints", **settings)
     loss: dict[str, Any] = {}
     if run.at_tokens and "window" in run.model:

@@ -469,6 +469,9 @@ def test_a_report_says_where_more_steps_hurt():
     assert "99/95.5" in text
     assert "length 8: 86.1% of rows are right after 12 steps, but 95.5% after 3" in text
     assert "length" not in "".join(Curves((8,), ((1, 3),), (cells[:2],)).remarks())
+    # lengths with other steps have a row for each point, without empty cells
+    apart = Curves((8, 9), ((1, 3), (2,)), (cells[:2], cells[2:])).table()
+    assert [row[:2] for row in apart.rows] == [("8", "1"), ("8", "3"), ("9", "2")]
 
 
 def test_a_window_without_reach_warns(tmp_path, caplog):

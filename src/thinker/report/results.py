@@ -132,19 +132,32 @@ class Curves(Report):
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
-        """Return the percentages of correct symbols and of fully correct rows."""
-        steps = sorted({step for steps in self.n_steps for step in steps})
+        """Return the percentages of correct symbols and of fully correct rows.
+
+        If all lengths have the same numbers of steps, each number is a column; otherwise each point
+        is a row.
+        """
+        if len(set(self.n_steps)) > 1:
+            points = [
+                (
+                    str(point["length"]),
+                    str(point["steps"]),
+                    _percent(point["symbols"]),
+                    _percent(point["rows"]),
+                )
+                for point in self.rows()
+            ]
+            return Table(["length", "steps", "% of symbols", "% of rows"], points)
         rows = []
-        for length, own, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
-            told = {
-                step: f"{_percent(cell.token)}/{_percent(cell.sequence)}"
-                for step, cell in zip(own, cells, strict=True)
-            }
-            rows.append([str(length), *(told.get(step, "") for step in steps)])
-        return Table(["length \\ steps", *map(str, steps)], rows)
+        for length, cells in zip(self.lengths, self.cells, strict=True):
+            shares = [f"{_percent(cell.token)}/{_percent(cell.sequence)}" for cell in cells]
+            rows.append([str(length), *shares])
+        return Table(["length \\ steps", *map(str, self.n_steps[0])], rows)
 
     def summary(self) -> list[str]:
         """Return a line that explains the cells of the table."""
+        if len(set(self.n_steps)) > 1:
+            return ["% of right symbols, and % of rows with every symbol right"]
         return ["% of right symbols / % of rows with every symbol right"]
 
     def remarks(self) -> list[str]:

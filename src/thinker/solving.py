@@ -26,7 +26,7 @@ from .tasks import AtTokens, Sample, Task
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
-_STEPS = 10  # the default maximum of steps, for each symbol of the longest row
+_STEPS = 10  # the default maximum of steps, for each symbol of the longest row, with token latents
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ def solve(
         task: The task that the model was trained on, wrapped in `AtTokens` or not.
         rows: The inputs, of any lengths: lists of token ids, or, for a `RowsTask`, strings or lists
             of symbols. A tensor or an array of shape (B, L) is possible, too.
-        max_steps: The maximum number of steps; default: 10 for each symbol of the longest row,
-            unless the plan or a static memory limits it. If each step of the task has its own
-            answer, ``max_steps`` is required, and the answer of that step is returned.
+        max_steps: The maximum number of steps. Default: with a latent for each token, 10 for each
+            symbol of the longest row; otherwise the config's ``n_step``. The plan or a static
+            memory may limit it. If each step of the task has its own answer, ``max_steps`` is
+            required, and the answer of that step is returned.
         exit_rule: The rule that stops a row; default: ``ExitRule()``.
 
     Returns:
@@ -214,7 +215,9 @@ def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int |
         raise ValueError(
             "solve: expected max_steps, got None; each step of the task has its own answer"
         )
-    most = _STEPS * longest
+    # other latents may not settle, and get worse beyond the steps of training (see
+    # docs/thinker_questions.md)
+    most = _STEPS * longest if config.at_tokens else config.n_step
     if config.memory_size is not None:
         most = min(most, config.memory_size)
     # a plan without a loop has a fixed number of steps; a loop of several rows may run until its

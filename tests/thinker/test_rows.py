@@ -110,7 +110,7 @@ def test_a_trained_scan_solves_longer_texts():
     torch.manual_seed(11)
     task = th.RowsTask(parity(range(1, 7)))
     preset = th.presets.scan()
-    data = preset.data(task, max_length=5, seed=11)
+    data = preset.data(task, max_length=5, seed=11, batch_size=32)
     model = preset.thinker(data)
     trainer = preset.trainer(
         model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
@@ -134,6 +134,15 @@ def solver(task, longest=8, **fields):
     data = th.CurriculumDataset(task, Uniform(max_length=longest, min_length=task.min_length))
     torch.manual_seed(0)
     return th.LatentThinker(th.ThinkerConfig(**data.sizes(20), **fields)).eval()
+
+
+def test_a_model_without_a_latent_for_each_token_takes_the_steps_of_its_config():
+    """More may be worse: its latents need not settle."""
+    task = th.make_task("copy")
+    never = th.ExitRule(threshold=0.0)
+    assert th.solve(solver(task, n_step=3), task, [[1, 2, 3]], exit_rule=never).steps == (3,)
+    at_tokens = solver(th.AtTokens(task), causal=True, positions="rotary")
+    assert th.solve(at_tokens, task, [[1, 2, 3]], exit_rule=never).steps == (30,)
 
 
 def test_solve_refuses_rows_that_have_no_answer():
@@ -191,7 +200,7 @@ def test_longer_answers_have_tokens_of_their_own():
     assert laid_out.tokens.tolist()[0] == [3, 0, 0, 2]
     assert laid_out.targets.tolist()[0] == [-100, 1, 0, 0]
     preset = th.presets.scan()
-    data = preset.data(task, max_length=5, seed=11)
+    data = preset.data(task, max_length=5, seed=11, batch_size=32)
     model = preset.thinker(data)
     preset.trainer(
         model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"

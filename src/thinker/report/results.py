@@ -176,7 +176,8 @@ class Curves(Report):
                 lines.append(
                     f"length {length}: {cells[-1].sequence:.1%} of rows are right after "
                     f"{steps[-1]} steps, but {cells[best].sequence:.1%} after {steps[best]}. Use "
-                    f"n_step={steps[best]} or an ExitRule, or train with more steps"
+                    f"n_step={steps[best]}, train with more steps, or try an ExitRule with a "
+                    "higher threshold"
                 )
         return lines
 

@@ -122,6 +122,9 @@ class Preset:
         if _takes_any_length(model):
             longest = max(longest, _ANY_LENGTH)
         sizes: dict[str, Any] = data.sizes(longest)
+        if self.kind == "pointer":
+            # `solve` takes as many steps as training did
+            sizes["n_step"] = data.most_steps
         return LatentThinker(ThinkerConfig(**sizes | model))
 
     def step_loss(self) -> StepLoss | None:

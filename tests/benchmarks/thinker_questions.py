@@ -539,7 +539,11 @@ def shown(column: str, values: Sequence[Any]) -> str:
     """A cell: the median of the seeds and, where they differ in what is shown, their range."""
     if not isinstance(values[0], float):
         return str(values[0])
-    digits = 0 if column == "CPU s" else 3
+    digits = 3
+    if column == "CPU s":
+        digits = 0
+    elif column.startswith("steps,"):
+        digits = 1
     low, middle, high = (
         f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))
     )

@@ -46,29 +46,31 @@ AS_MANY = {"anchors": "iterations", "anchors_of_equal_seconds": "CPU seconds"}
 
 
 def anchors(
-    recipe: dict[str, Any], lengths: list[int], iterations: int, seconds: float
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """What others would use, three seeds: as many iterations, and as many CPU seconds."""
+    recipe: dict[str, Any], lengths: list[int], iterations: dict[str, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """What others would use, each with its number of iterations, three seeds."""
     options = {
         k: v for k, v in recipe.items() if k not in ("length", "iterations", "preset", "task")
     }
     made = th.make_task(recipe["task"], **options)
     numbers = {"trained": recipe["length"], "lengths": lengths}
-    equal: dict[str, list[dict[str, Any]]] = {}
-    longer: dict[str, list[dict[str, Any]]] = {}
-    for name in thinker_anchors.ANCHORS:
-        runs = [
-            thinker_anchors.run(name, made, seed=seed, iterations=iterations, **numbers)
+    return {
+        name: [
+            thinker_anchors.run(name, made, seed=seed, iterations=count, **numbers)
             for seed in SEEDS[:3]
         ]
-        an_iteration = statistics.median(run["cpu_seconds"] for run in runs) / iterations
-        more = max(1, round(seconds / an_iteration))
-        equal[name] = runs
-        longer[name] = [
-            thinker_anchors.run(name, made, seed=seed, iterations=more, **numbers)
-            for seed in SEEDS[:3]
-        ]
-    return {"anchors": equal, "anchors_of_equal_seconds": longer}
+        for name, count in iterations.items()
+    }
+
+
+def as_long(row: dict[str, Any]) -> dict[str, int]:
+    """Each anchor's number of iterations in the thinker's CPU seconds, of one run of both."""
+    seconds = statistics.median(run["cpu_seconds"] for run in row["runs"])
+    counts = {}
+    for name, runs in row["anchors"].items():
+        own = statistics.median(run["cpu_seconds"] for run in runs)
+        counts[name] = round(row["iterations"] * seconds / own)
+    return counts
 
 
 def start_alone(task: str, recipe: dict[str, Any], lengths: list[int]) -> dict[str, float]:
@@ -160,7 +162,7 @@ def write_table() -> None:
                 cells = [of_three(row["runs"][:3], length)]
                 cells += [of_three(row[key][name], length) for name in names]
                 lines.append(f"| {WORDS[task]}, {length} | {words} | {' | '.join(cells)} |")
-    put(GUIDE, lines, "anchors")
+    put(GUIDE, [*lines, "", f"Measured {found['anchors']}."], "anchors")
 
 
 def draw() -> None:
@@ -200,6 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--device", default="cpu", help="not looked at: the example trains on the CPU"
     )
     parser.add_argument("--only", nargs="*", help="tasks; the others are kept")
+    parser.add_argument("--missing", action="store_true", help="only what has no rows yet")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each"
     )
@@ -213,10 +216,12 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = (
         json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {"tasks": {}}
     )
-    found |= {"date": today(), "hardware": hardware()}
+    if not options.missing:
+        found |= {"date": today(), "hardware": hardware()}
     rows = {}
     for task, recipe in tasks.items():
-        if options.only and task not in options.only:
+        known = options.missing and task in found["tasks"]
+        if known or (options.only and task not in options.only):
             if task in found["tasks"]:
                 rows[task] = found["tasks"][task]
             continue
@@ -245,10 +250,16 @@ def main(arguments: list[str] | None = None) -> None:
         save(found, rows, tasks, smoke=options.smoke)
     for task in SCANS:
         if not options.only or task in options.only:
-            recipe, iterations = tasks[task], 20 if options.smoke else tasks[task]["iterations"]
-            seconds = statistics.median(run["cpu_seconds"] for run in rows[task]["runs"])
+            recipe, row = tasks[task], rows[task]
+            count = 20 if options.smoke else recipe["iterations"]
             lengths = [recipe["length"] * n for n in ((2,) if options.smoke else (4, 20))]
-            rows[task] |= anchors(recipe, lengths, iterations, seconds)
+            if not (options.missing and "anchors" in row):
+                equal = dict.fromkeys(thinker_anchors.ANCHORS, count)
+                row["anchors"] = anchors(recipe, lengths, equal)
+            if not (options.missing and "anchors_of_equal_seconds" in row):
+                longer = equal if options.smoke else as_long(row)
+                row["anchors_of_equal_seconds"] = anchors(recipe, lengths, longer)
+            found["anchors"] = f"{today()} at {commit()}"
             save(found, rows, tasks, smoke=options.smoke)
     if not options.smoke:
         draw()

@@ -253,11 +253,11 @@ def main(arguments: list[str] | None = None) -> None:
             recipe, row = tasks[task], rows[task]
             count = 20 if options.smoke else recipe["iterations"]
             lengths = [recipe["length"] * n for n in ((2,) if options.smoke else (4, 20))]
+            same = dict.fromkeys(thinker_anchors.ANCHORS, count)
             if not (options.missing and "anchors" in row):
-                equal = dict.fromkeys(thinker_anchors.ANCHORS, count)
-                row["anchors"] = anchors(recipe, lengths, equal)
+                row["anchors"] = anchors(recipe, lengths, same)
             if not (options.missing and "anchors_of_equal_seconds" in row):
-                longer = equal if options.smoke else as_long(row)
+                longer = same if options.smoke else as_long(row)
                 row["anchors_of_equal_seconds"] = anchors(recipe, lengths, longer)
             found["anchors"] = f"{today()} at {commit()}"
             save(found, rows, tasks, smoke=options.smoke)

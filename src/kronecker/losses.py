@@ -93,6 +93,7 @@ def token_loss(
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)
     if config.logits:
+        _check_width("logits", student, teacher)
         t = config.temperature
         log_p = F.log_softmax(teacher.float() / t, -1)
         log_q = F.log_softmax(student / t, -1)
@@ -114,9 +115,20 @@ def token_loss(
 
 def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
     """Return the mean of ‖s - t‖² / ‖t‖² over the tokens in ``keep``, for activations (*B, F)."""
+    _check_width("hidden states", student, teacher)
     rows = keep.reshape(-1)
     s = student.reshape(-1, student.shape[-1])[rows].float()
     t = teacher.reshape(-1, teacher.shape[-1])[rows].float()
     # relative to each token's norm, because a few tokens have much larger states than the others
     errors = (s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-12)
     return errors.sum() / max(1, len(errors))
+
+
+def _check_width(kind: str, student: Tensor, teacher: Tensor) -> None:
+    """Check that outputs of the student and the teacher have equally many values a token."""
+    if student.shape[-1] != teacher.shape[-1]:
+        raise ValueError(
+            f"KroneckerTrainer: the student's {kind} have {student.shape[-1]} values a token, the "
+            f"teacher's {teacher.shape[-1]}; expected a teacher with the student's vocabulary and "
+            "width"
+        )

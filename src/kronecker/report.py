@@ -114,14 +114,16 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
 
     Args:
         model: A causal language model in evaluation mode.
-        batches: Tensors of token ids (B, T), or dicts of ``input_ids`` and ``labels`` as `strided`
-            returns them. Labels are -100 for tokens that do not count.
+        batches: Tensors of token ids (B, T), or dicts of the model's arguments. ``labels`` are
+            -100 for tokens that do not count, as `strided` returns them; default: the token ids.
+            Padding, where ``attention_mask`` is 0, never counts.
 
     Returns:
         A number of at least 1, whose logarithm is the loss in nats.
 
     Raises:
-        ValueError: There is no token to predict, or a token is not in the model's vocabulary.
+        ValueError: There is no token to predict, token ids do not have shape (B, T), or a token is
+            not in the model's vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)).eval()
@@ -132,13 +134,19 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     count = 0
     device = next(model.parameters()).device
     for batch in batches:
-        ids, labels = (
-            (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else (batch, batch)
-        )
+        arguments = _arguments_of(batch)
+        ids = arguments["input_ids"]
+        if ids.dim() != 2:
+            raise ValueError(f"perplexity: token ids have shape {list(ids.shape)}, expected (B, T)")
         check_vocabulary("perplexity", ids, getattr(model, "config", None))
+        labels = arguments.get("labels", ids)
+        mask = arguments.get("attention_mask")
+        if mask is not None:
+            labels = labels.masked_fill(mask == 0, -100)
         # computed here, since the model's own loss is a mean over a batch, and batches differ in
         # size
-        logits = model(input_ids=ids.to(device)).logits[:, :-1].float()
+        arguments = on_device(without_labels(arguments), device)
+        logits = model(**arguments).logits[:, :-1].float()
         labels = labels[:, 1:].reshape(-1).to(device)
         loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
         count += int((labels != -100).sum())
@@ -150,6 +158,13 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
     return math.inf if loss / count > 709 else math.exp(loss / count)
 
 
+def _arguments_of(batch: Any) -> dict[str, Any]:
+    """Return a batch as the model's arguments; a tensor holds token ids."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return {"input_ids": batch}
+
+
 def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
     """Return the mean of each sequence's last hidden states, without padding.
 
@@ -158,10 +173,7 @@ def embeddings(model: nn.Module, batches: Batches) -> Tensor:  # (rows, width)
     parts = []
     device = next(model.parameters()).device
     for batch in batches:
-        if isinstance(batch, Mapping):
-            arguments = dict(batch)
-        else:
-            arguments = {"input_ids": batch}
+        arguments = _arguments_of(batch)
         if isinstance(ids := arguments.get("input_ids"), Tensor):
             # checked here, since torch's IndexError would not name the token
             check_vocabulary("compare", ids, getattr(model, "config", None))

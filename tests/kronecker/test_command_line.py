@@ -295,6 +295,18 @@ def test_comparing_measures_what_it_says():
     assert str(comparison).count("\n") == 2
     with pytest.raises(ValueError, match=r"perplexity:.*predict"):
         perplexity(model, [ids[:, :1]])
+    with pytest.raises(ValueError, match=r"perplexity: token ids have shape \[1, 4, 20\]"):
+        perplexity(model, [ids[None]])
+
+
+def test_padding_does_not_count_in_a_perplexity():
+    model = tiny("gpt2")
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    padded = torch.nn.functional.pad(ids, (0, 5))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 5))
+    batch = {"input_ids": padded, "attention_mask": mask}
+    assert perplexity(model, [batch]) == pytest.approx(perplexity(model, [ids]), rel=1e-5)
+    assert perplexity(model, [padded]) != pytest.approx(perplexity(model, [ids]), rel=1e-2)
 
 
 def test_comparing_encoders_says_how_near_their_embeddings_are():

@@ -217,6 +217,19 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("distill", "sizes", "message"),
+    [
+        (DistillConfig(), {"vocab_size": 120}, "logits have 96 values a token, the teacher's 120"),
+        (DistillConfig(logits=0, hidden=1), {"n_embd": 32}, "hidden states have 16 .* 32;"),
+    ],
+)
+def test_a_teacher_of_another_size_is_refused(distill, sizes, message, tmp_path):
+    teacher = tiny("gpt2", **SMALL, **sizes)
+    with pytest.raises(ValueError, match=f"KroneckerTrainer: the student's {message}"):
+        train(student(), tmp_path, teacher=teacher, distill=distill)
+
+
 @pytest.mark.parametrize("distill", [DistillConfig(labels=0.5), DistillConfig(hidden=1.0)])
 def test_a_model_of_images_learns(distill, tmp_path):
     sizes = {

@@ -109,6 +109,33 @@ def test_a_family_whose_config_has_no_inner_size_is_refused():
         prune_(tiny("bloom"), calibration=[torch.tensor([[1, 2, 3]])], progress=False)
 
 
+def test_an_unset_inner_size_is_set(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    kinds = {"attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **kinds)).eval()
+    rows = torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(0))
+    prune_(model, PruneConfig(keep=0.5), calibration=[rows], progress=False)
+    model.save_pretrained(tmp_path)
+    again = transformers.GPTNeoForCausalLM.from_pretrained(tmp_path)
+    assert again.config.intermediate_size == 64
+    torch.testing.assert_close(again(rows).logits, model(rows).logits, rtol=0, atol=0)
+
+
+def test_blocks_that_a_config_lists_by_index_are_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    counts = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.Llama4TextConfig(
+        **sizes, **counts, **ids, intermediate_size_mlp=32, num_local_experts=2, moe_layers=[1]
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    stack = Stack("model.layers", 3)
+    # without the first block, the experts are in block 0, but the config says 1
+    with pytest.raises(ValueError, match="no field of Llama4TextConfig gives"):
+        config_with_blocks(model, stack, [1, 2])
+
+
 def test_the_closed_form_is_the_least_squares_solution():
     generator = torch.Generator().manual_seed(0)
     h, t = (

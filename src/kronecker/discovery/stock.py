@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-_UNSET = ("n_inner",)  # fields that may be None, which means a multiple of the width
+# fields that may be None, which means a multiple of the width: GPT-2's and GPT-Neo's
+_UNSET = ("n_inner", "intermediate_size")
 
 Shapes = Mapping[str, torch.Size]
 
@@ -20,7 +21,7 @@ def stock_config(
 ) -> PretrainedConfig:
     """Return a copy of a config, changed so that the class builds parameters of given shapes.
 
-    The function tries to change each field that holds an old size, and ``n_inner``, alone and in
+    The function tries to change each field that holds an old size or is unset, alone and in
     combination.
 
     Args:
@@ -50,18 +51,24 @@ def stock_config(
             if shapes == wanted:
                 return config
     fields = ", ".join(name for _, name, _ in places) or "none"
-    shapes = parameter_shapes(empty(cls, before))
-    name = f"{len(wanted)} parameters"
-    shape: Sequence[int] = ()
-    for wanted_name, wanted_shape in wanted.items():
-        if shapes.get(wanted_name) != wanted_shape:
-            name, shape = wanted_name, wanted_shape
-            break
     raise ValueError(
-        f"prune_: no field of {type(before).__name__} gives {name} the shape {list(shape)} (fields "
-        f"that hold the old size: {fields}); expected a model family whose config has such a "
-        "field; allocate='influence' drops neurons without one"
+        f"prune_: no field of {type(before).__name__} gives {_differing(cls, before, wanted)} "
+        f"(fields that hold the old size: {fields}); expected a model family whose config has such "
+        "a field; allocate='influence' drops neurons without one"
     )
+
+
+def _differing(cls: type[PreTrainedModel], config: PretrainedConfig, wanted: Shapes) -> str:
+    """Return the name and the new shape of the first parameter that has another shape so far."""
+    try:
+        shapes = parameter_shapes(empty(cls, config))
+    # a config with shorter lists but the old number of blocks may not build a model
+    except Exception:
+        shapes = {}
+    for name, shape in wanted.items():
+        if name in shapes and shapes[name] != shape:
+            return f"{name} the shape {list(shape)}"
+    return "the parameters of the smaller model"
 
 
 def _places(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from .tasks.task import Sample, Task, row_key, row_words
 _ENOUGH = 1000  # lengths with fewer inputs than this have none held out
 # the same for tasks with fixed rows: with fewer inputs, all of a length might be held out
 _ENOUGH_GIVEN = 10
+_HASHES = 1 << 24  # fine enough for a share
 
 
 class HoldOut:
@@ -38,20 +41,46 @@ class HoldOut:
         ]
         self.lengths = torch.tensor([False] * task.min_length + has_enough, device=device)
         self._words = row_words(task.input_length(longest), device)  # the same with every seed
+        self._limits = self._limits_of(math.ceil(share * _HASHES))
 
-    def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
-        """Return a mask of the rows that are held out."""
-        if not self.share:
-            return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+    def _limits_of(self, limit: int) -> Tensor:  # (longest + 1,)
+        """Return, for each length, the number below which hashes of held-out inputs are."""
+        limits = torch.full_like(self.lengths, limit, dtype=torch.long)
+        if not self.is_given:
+            return limits
+        for length in self.lengths.nonzero()[:, 0].tolist():
+            rows = self._given(length)
+            if rows is None:
+                # samples of this length are rows of the nearest shorter length
+                limits[length] = limits[length - 1]
+            elif self.task.num_samples(length) >= _ENOUGH_GIVEN:
+                # so that at least one input is held out
+                limits[length] = max(limit, int(self._hashed(rows).min()) + 1)
+        return limits
+
+    def _given(self, length: int) -> Sample | None:
+        """Return all rows of a length, or None if the task has no row of that length."""
+        try:
+            rows = self.task.every(length)
+        except ValueError:
+            return None
+        return None if rows is None else rows.map(lambda column: column.to(self.lengths.device))
+
+    def _hashed(self, sample: Sample) -> Tensor:  # (B,)
+        """Return a number below `_HASHES` for each row."""
         if sample.key is None:
             word = row_key(sample.tokens, sample.mask, self._words)
         else:
             word = sample.key
         # a key is a sum, whose low bits depend only on low bits, so it is mixed as in SplitMix64
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
-        # 24 bits: exact in float32, and fine enough for a share
-        hashed = (word ^ (word >> 32)) & 0xFFFFFF
-        return (hashed < self.share * (1 << 24)) & self.lengths[lengths]
+        return (word ^ (word >> 32)) & (_HASHES - 1)
+
+    def rows(self, sample: Sample, lengths: Tensor) -> Tensor:  # (B,)
+        """Return a mask of the rows that are held out."""
+        if not self.share:
+            return torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+        return (self._hashed(sample) < self._limits[lengths]) & self.lengths[lengths]
 
     def replaced(self, generator: torch.Generator, sample: Sample, lengths: Tensor) -> Sample:
         """Replace the held-out rows of a training sample with other rows, and return the sample.

@@ -67,7 +67,8 @@ class Preset:
         Args:
             task: The task, not wrapped in `AtTokens`.
             max_length: Longest length in training; default: the task's.
-            **options: Options of `CurriculumDataset`, such as ``holdout`` and ``seed``.
+            **options: Options of `CurriculumDataset`, such as ``schedule``, ``holdout`` and
+                ``seed``.
 
         Returns:
             The data set, whose ``task`` is laid out for the model.
@@ -85,24 +86,31 @@ class Preset:
         steps: Any
         schedule: Schedule
         if self.kind == "pointer":
-            schedule = Fixed(max_length=longest, min_length=task.min_length)
             steps = longest + 1  # the first step reads the start
         else:
             task = AtTokens(task)
-            schedule = Frontier(max_length=longest, min_length=task.min_length, share=self.share)
             steps = self._steps_of(task)
         if task.default_length == 1:
             schedule = Fixed(max_length=1)
-        settings: dict[str, Any] = {"batch_size": self.batch_size, "n_step": steps}
-        return CurriculumDataset(task, schedule, **settings | options)
+        elif self.kind == "pointer" and task.by_step:
+            # the answers of the longest rows have those of shorter ones among them
+            schedule = Fixed(max_length=longest, min_length=task.min_length)
+        else:
+            schedule = Frontier(max_length=longest, min_length=task.min_length, share=self.share)
+        settings: dict[str, Any] = {
+            "schedule": schedule,
+            "batch_size": self.batch_size,
+            "n_step": steps,
+        }
+        return CurriculumDataset(task, **settings | options)
 
-    def _steps_of(self, task: Task) -> Any:
+    def _steps_of(self, task: AtTokens) -> Any:
         """Return the range of steps, or a function from a batch's longest length to the range."""
         if self.kind == "grid":
             return (1, 3)
         if task.by_step:
             return lambda longest: (1, min(_MOST_EXCHANGES, longest))
-        return lambda longest: (1, longest + _MORE_STEPS)
+        return lambda longest: (1, task.reach(longest) + _MORE_STEPS)
 
     def thinker(
         self, data: CurriculumDataset, *, longest: int | None = None, **fields: Any

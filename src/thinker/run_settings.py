@@ -117,8 +117,11 @@ class Run(CheckedConfig):
         plan = self.flow_plan()
         counts: dict[str, Any] = {}
         if self.at_tokens:
-            task = AtTokens(task)
-            counts["n_step"] = lambda n: (plan.num_steps(1), plan.num_steps(n + MORE_STEPS))
+            task = at_tokens = AtTokens(task)
+            counts["n_step"] = lambda n: (
+                plan.num_steps(1),
+                plan.num_steps(at_tokens.reach(n) + MORE_STEPS),
+            )
         else:
             fewest, most = self.steps
             counts["n_step"] = (plan.num_steps(fewest), plan.num_steps(most))

@@ -27,7 +27,7 @@ from .model import LatentThinker
 from .report import Grid, evaluate_grid, evaluate_steps
 from .run_settings import MORE_STEPS, Run
 from .solving import Solutions, solve
-from .tasks import TASKS, RowsTask
+from .tasks import TASKS, AtTokens, RowsTask
 from .tasks.at_tokens import without_layout
 from .training import RewindOnPeak, ThinkerTrainer, thinker_arguments
 
@@ -244,11 +244,12 @@ def measure(
     """Measure accuracy by length, and by number of latents and steps."""
     plan = run.flow_plan()
     n_steps = None
-    if run.at_tokens:
+    task = data.task
+    if isinstance(task, AtTokens):
 
         def n_steps(length: int) -> list[int]:
             # more steps than an input needs, since a correct answer also has to stay correct
-            return [plan.num_steps(2 * length + MORE_STEPS)]
+            return [plan.num_steps(2 * task.reach(length) + MORE_STEPS)]
 
     lengths = _lengths_of(run, data)
     curves = evaluate_steps(model, data, lengths, n_steps=n_steps, samples=samples)
@@ -372,8 +373,9 @@ def evaluate(
 
     def steps(length: int) -> list[int]:
         numbers = n_steps or _STEPS
-        if run.at_tokens and not n_steps:
-            numbers = (length, 2 * length + MORE_STEPS, 4 * length)
+        if isinstance(data.task, AtTokens) and not n_steps:
+            reach = data.task.reach(length)
+            numbers = (reach, 2 * reach + MORE_STEPS, 4 * reach)
         # a plan may need more steps, or have a fixed number
         return sorted({plan.num_steps(n) for n in numbers})
 

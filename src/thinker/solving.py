@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model_components._checks import Range, check_value, is_whole
+from model_components._checks import is_whole, refuse
 from model_components._modes import evaluating
 from model_components._report import Report, Table
 
 from .checks import check_layout
 from .exits import ExitRule
 from .model import LatentThinker
-from .tasks import AtTokens, Sample, Task
+from .tasks import AtTokens, Sample, Task, TensorTask
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
@@ -99,6 +99,11 @@ def solve(
     if isinstance(rows, str):
         raise ValueError(f"solve: rows is the string {rows!r:.80}; expected a list of inputs")
     inner = without_layout(task)
+    if isinstance(inner, TensorTask) and inner.mask is not None:
+        raise ValueError(
+            "solve: the rows of the TensorTask have a mask, which a list of ids does not; call "
+            "model(tokens, mask) instead"
+        )
     if model.config.at_tokens:
         task = AtTokens(inner)
     check_layout("solve", model.config, task)
@@ -209,8 +214,9 @@ def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int |
             "only a part of a row; expected num_latents=None"
         )
     if max_steps is not None:
-        check_value("solve", "max_steps", max_steps, Annotated[int, Range(least=1)])
-        return max_steps
+        if not is_whole(max_steps, 1):
+            refuse("solve", "max_steps", max_steps, "a whole number, 1 or more")
+        return int(max_steps)
     if task.by_step:
         raise ValueError(
             "solve: expected max_steps, got None; each step of the task has its own answer"

@@ -193,12 +193,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every task with every seed; write results and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it trains on the CPU")
+    parser.add_argument("--only", nargs="*", choices=TASKS, help="tasks; the others are kept")
     parser.add_argument("--smoke", action="store_true", help="a few steps; nothing is written")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {"date": today(), "commit": commit(), "hardware": hardware()}
     found["tasks"] = {}
+    if options.only:
+        before = json.loads(FOUND.read_text(encoding="utf-8"))
+        # rows of several commits
+        found["commit"] = f"{before['commit']}, {found['commit']}"
+        found["tasks"] = before["tasks"]
     for name, task in TASKS.items():
+        if options.only and name not in options.only:
+            continue
         seeds = SEEDS[:1] if options.smoke else SEEDS
         iterations = 5 if options.smoke else task.iterations
         runs = [run(task, seed, iterations=iterations) for seed in seeds]

@@ -3,13 +3,14 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import thinker as th
 from model_components._cli import main
 from thinker.presets import PRESETS
-from thinker.schedules import Uniform
+from thinker.schedules import Fixed, Uniform
 from thinker.tasks import TensorTask
 
 
@@ -110,7 +111,7 @@ def test_a_trained_scan_solves_longer_texts():
     torch.manual_seed(11)
     task = th.RowsTask(parity(range(1, 7)))
     preset = th.presets.scan()
-    data = preset.data(task, max_length=5, seed=11, batch_size=32)
+    data = preset.data(task, max_length=5, seed=11)
     model = preset.thinker(data)
     trainer = preset.trainer(
         model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
@@ -284,14 +285,15 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     assert main([*words, *short]) == 0
     result = json.loads((out / "result.json").read_text())
     # of 1 to 4 none is held out, for they have few rows
-    assert result["by_length"].keys() == {"6", "7"}
+    # of the 16 inputs of length 4 one is held out
+    assert result["by_length"].keys() == {"4", "6", "7"}
     assert main([*words, *short, "--iterations", "14"]) == 0
     assert json.loads((out / "result.json").read_text())["resumed"]
     capsys.readouterr()
     assert main(["think", "evaluate", str(out), "--samples", "8"]) == 0
     # as many steps as symbols, some more than twice, and four times
     points = re.findall(r"^(\d) +(\d+) ", capsys.readouterr().out, re.M)
-    assert points == [(str(n), str(steps)) for n in (6, 7) for steps in (n, 2 * n + 6, 4 * n)]
+    assert points == [(str(n), str(steps)) for n in (4, 6, 7) for steps in (n, 2 * n + 6, 4 * n)]
     assert main(["think", "solve", str(out), "0110", "111"]) == 0
     assert re.search(r"^0 +\d+ +[01]{4}$", capsys.readouterr().out, re.M)
     # a run's folder has its rows, and the file may go
@@ -328,3 +330,46 @@ def test_the_command_refuses_what_a_preset_cannot_take(
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search(message, printed)
     assert not (tmp_path / "out").exists()
+
+
+def test_presets_reach_answers_that_follow_the_input_and_train_every_length():
+    rows = [(text, text * 2) for text in ("ab", "ba", "aab", "aba", "abab", "bbaa") * 4]
+    task = th.RowsTask(rows)
+    data = th.presets.scan().data(task, holdout=0.0)
+    # the last symbol of an answer is 3 * 4 tokens after the start, and is supervised
+    assert int(data.batch(0, details=True)["distance"].max()) == 12
+    assert data.most_steps == 12 + 6
+    one = th.RowsTask([(text, text[0]) for text, _ in rows])
+    pointer = th.presets.pointer().data(one, holdout=0.0)
+    lengths = pointer.batch(0, details=True)["lengths"]
+    assert set(lengths.tolist()) == {2, 3, 4}
+    uniform = th.presets.scan().data(
+        task, holdout=0.0, schedule=Uniform(max_length=3, min_length=2)
+    )
+    assert uniform.schedule.max_length == 3
+
+
+def test_one_input_of_ten_or_more_is_held_out():
+    texts = [f"{number:04b}" for number in range(16)]
+    for part in range(6):
+        task = th.RowsTask([(text, text) for text in texts[part : part + 10]] * 3)
+        data = th.CurriculumDataset(task, Fixed(max_length=4, min_length=4))
+        held = {tuple(row.tolist()) for row in data.held_out(30, 4)["input_ids"]}
+        seen = {tuple(row.tolist()) for step in range(20) for row in data.batch(step)["input_ids"]}
+        assert held
+        assert not held & seen
+
+
+def test_solve_takes_numpy_steps_and_refuses_rows_with_a_mask():
+    task = th.make_task("copy")
+    model = solver(task)
+    assert th.solve(model, task, [[1, 2]], max_steps=np.int64(2)).steps <= (2,)
+    rows = torch.ones(3, 4, dtype=torch.long)
+    masked = TensorTask(rows, rows, mask=rows.bool())
+    with pytest.raises(ValueError, match="solve: the rows of the TensorTask have a mask"):
+        th.solve(model, masked, [[1, 1, 1, 1]])
+    data = th.CurriculumDataset(task, Uniform(max_length=8))
+    with pytest.raises(ValueError, match="n_steps is 4 at length 2; expected a list"):
+        th.evaluate_steps(model, data, [2], n_steps=lambda length: 2 * length)
+    with pytest.raises(ValueError, match=r"inputs of length 30 have 30 tokens, but .* most 20"):
+        th.evaluate_steps(model, data, [30], n_steps=[2])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from model_components._checks import is_whole
 from model_components._modes import evaluating
 
 from ..checks import check_layout, chosen_plan
@@ -184,12 +185,24 @@ def evaluate_steps(
     steps: dict[int, list[int]] = {}
     for length in lengths:
         numbers = n_steps(length) if callable(n_steps) else n_steps
+        if is_whole(numbers):
+            raise ValueError(
+                f"evaluate_steps: n_steps is {numbers} at length {length}; expected a list of "
+                "numbers of steps"
+            )
         # NumPy integers become Python integers, which seeds need
         steps[int(length)] = sorted({int(number) for number in numbers})
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(
             f"evaluate_steps: lengths and steps {steps}, samples {samples}; expected 1 or more of "
             "each"
+        )
+    longest = data.task.input_length(max(steps))
+    if longest > model.config.max_input_length:
+        raise ValueError(
+            f"evaluate_steps: inputs of length {max(steps)} have {longest} tokens, but the model "
+            f"accepts at most {model.config.max_input_length}; expected shorter lengths, or a "
+            "model made for longer ones (preset.thinker(data, longest=...))"
         )
     cells = []
     for length, numbers in steps.items():

@@ -113,6 +113,16 @@ class AtTokens(Task):
         """Return the input's length."""
         return self.input_length(length)
 
+    def reach(self, length: int) -> int:
+        """Return the number of steps in which an answer gets to know the tokens it may depend on.
+
+        It holds for a model in which information moves one token per step. If answers follow the
+        input, they are farther from its start than its end is.
+        """
+        if self._blanks:
+            return self.input_length(length) - (not self.grid)
+        return length
+
     def num_samples(self, length: int) -> int:
         """Return the approximate number of different inputs of this length in the wrapped task."""
         return self.task.num_samples(length)

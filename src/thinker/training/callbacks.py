@@ -80,13 +80,14 @@ class CurriculumCallback(ThinkerCallback):
     not report, so that all of its segments have the same rows.
 
     Args:
-        every: Number of steps between two reports.
+        every: Smallest number of steps between two reports.
     """
 
     def __init__(self, every: int = 10):
         check_value("CurriculumCallback", "every", every, Whole)
         self.every = every
         self.before: Counts | None = None
+        self.reported = 0  # the step of the last report
 
     def on_train_begin(
         self,
@@ -97,6 +98,7 @@ class CurriculumCallback(ThinkerCallback):
     ) -> None:
         """Start counting."""
         self.before = self.trainer.tally.mark()
+        self.reported = state.global_step
 
     def on_step_end(
         self,
@@ -105,13 +107,14 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Every ``every`` steps, report the answers counted since the last report."""
+        """After ``every`` steps or more, report the answers counted since the last report."""
         trainer = self.trainer
         # a report waits for the device, and a schedule without a state ignores it
-        if state.global_step % self.every or not trainer.data.schedule.initial():
+        if not trainer.data.schedule.initial() or trainer.batches % trainer.data.segments:
             return
-        if trainer.batches % trainer.data.segments:
+        if state.global_step < self.reported + self.every:
             return
+        self.reported = state.global_step
         assert self.before is not None
         counts = trainer.tally.since(self.before)
         # nothing is counted if a rewind came first in this step
@@ -123,12 +126,13 @@ class CurriculumCallback(ThinkerCallback):
         self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> StateDict:
-        """Return the counts at the last report."""
-        return {"before": self.before}
+        """Return the step of the last report and the counts at it."""
+        return {"before": self.before, "reported": self.reported}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore the counts at the last report."""
+        """Restore a state that `state_dict` returned."""
         self.before = self.trainer.tally.loaded(state["before"])
+        self.reported = state["reported"]
 
 
 class RewindOnPeak(ThinkerCallback):

@@ -141,6 +141,7 @@ class ThinkerTrainer(StepTrainer):
         args.ddp_find_unused_parameters = False  # compute_loss uses all parameters
         options.setdefault("eval_dataset", train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
+        self._settings["seed"] = self.args.seed  # of step noise and of the steps to supervise
         self.model_accepts_loss_kwargs = True  # losses are means over the answers of a whole step
         if segments > 1 and self.args.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -254,7 +255,12 @@ class ThinkerTrainer(StepTrainer):
             loss + 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
         )
         if model.training:
-            (answers,) = labels_of_steps(labels, outputs.output_steps[-1:])
+            last = outputs.output_steps[-1:]
+            (answers,) = labels_of_steps(labels, last)
+            if self.step_loss.counts_from_start:
+                # answers out of reach would hold a schedule back
+                weights = torch.as_tensor(self.step_loss.weights(outputs, last, distance))
+                answers = answers.masked_fill(weights[0] == 0, -100)
             self.tally.add(outputs.logits, answers, inputs["lengths"], loss)
             if self.segments > 1:
                 self._carry = outputs.carry.detach()

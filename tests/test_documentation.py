@@ -297,7 +297,7 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
     import thinker
     from thinker import config
 
-    guide = (ROOT / "docs" / "thinker.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "thinker_parts.md").read_text(encoding="utf-8")
     reference = text_of(next(page for page in PAGES if page.package == "thinker"))
     modules = (
         thinker.flow,
@@ -334,11 +334,11 @@ def test_guide_and_reference_of_thinking_have_every_task_choice_and_class():
 
 
 def test_the_snippets_about_thinking_run(tmp_path, monkeypatch):
-    """In the order of the page, in one namespace, with fewer steps."""
+    """In the order of the pages, in one namespace, with fewer steps."""
     import thinker
 
     monkeypatch.chdir(tmp_path)
-    snippets = snippets_of("docs/thinker.md")
+    snippets = snippets_of("docs/thinker.md") + snippets_of("docs/thinker_parts.md")
     found = [
         code
         for code in snippets

@@ -129,6 +129,5 @@ def _check_width(kind: str, student: Tensor, teacher: Tensor) -> None:
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
             f"KroneckerTrainer: the student's {kind} have {student.shape[-1]} values a token, the "
-            f"teacher's {teacher.shape[-1]}; expected a teacher with the student's vocabulary and "
-            "width"
+            f"teacher's {teacher.shape[-1]}; expected equal numbers"
         )

@@ -65,9 +65,9 @@ class CurriculumDataset(IterableDataset):
     """An endless data set of batches, each with the arguments of `LatentThinker.forward`.
 
     Batch number ``step`` depends only on (seed, rank, step) and the schedule's state, so the
-    batches are the same with any number of workers and after a resume. A schedule that follows
-    accuracy (`report`) allows no workers, since they draw ahead. Use the data set in a `DataLoader`
-    with ``batch_size=None``.
+    batches are the same with any number of workers and after a resume. The exception is a schedule
+    that follows accuracy (see `report`): it needs ``num_workers=0``, since workers draw batches
+    before the accuracy is known. Use the data set in a `DataLoader` with ``batch_size=None``.
 
     Args:
         task: The task to sample.
@@ -256,8 +256,8 @@ class CurriculumDataset(IterableDataset):
         if info is not None:
             if self.schedule.initial():
                 raise ValueError(
-                    f"CurriculumDataset: {type(self.schedule).__name__} follows accuracy, which "
-                    "workers do not see; expected num_workers=0"
+                    f"CurriculumDataset: num_workers is {info.num_workers}; expected 0, since "
+                    f"{type(self.schedule).__name__} follows accuracy, which workers do not see"
                 )
             stride = info.num_workers
             if not self._is_spread:  # a persistent worker enters here again
@@ -338,8 +338,9 @@ class CurriculumDataset(IterableDataset):
         A task's `repr` may not show its fields, and two tasks may have the same name.
         """
         longest = self.schedule.max_length
-        # of long rows only a few, since they may be large
-        counts = {min(longest, max(self.schedule.min_length, 32)): 64, longest: 4}
+        # only four rows of the longest length, since they may be large
+        counts = {longest: 4}
+        counts[min(longest, max(self.schedule.min_length, 32))] = 64
         found = []
         for _ in range(2):
             # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
@@ -362,11 +363,17 @@ class CurriculumDataset(IterableDataset):
         """
         for name, value in self._identity().items():
             # a setting that an older state lacks counts as unchanged
-            if state.get(name, value) != value:
-                raise ValueError(
-                    f"CurriculumDataset: the state has {name} {state[name]!s:.200}; expected "
-                    f"{value!s:.200}, as this data set has"
-                )
+            before = state.get(name, value)
+            if before == value:
+                continue
+            if isinstance(value, list) and len(value) == len(before):
+                # of the numbers of steps at many lengths, the first ones that differ
+                pairs = zip(before, value, strict=True)
+                before, value = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"CurriculumDataset: the state has {name} {before}; expected {value}, as this data "
+                "set has"
+            )
         self.step = state["step"]
         self.state = torch.tensor(state["state"], dtype=torch.float64)
 

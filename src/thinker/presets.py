@@ -67,8 +67,9 @@ class Preset:
         Args:
             task: The task, not wrapped in `AtTokens`.
             max_length: Longest length in training; default: the task's.
-            **options: Options of `CurriculumDataset`, such as ``schedule``, ``holdout`` and
-                ``seed``.
+            **options: Options of `CurriculumDataset`, such as ``holdout``, ``seed`` and
+                ``schedule``. A schedule sets the lengths; for `pointer`, also pass its longest
+                length as ``max_length``, which sets the number of steps.
 
         Returns:
             The data set, whose ``task`` is laid out for the model.
@@ -93,7 +94,7 @@ class Preset:
         if task.default_length == 1:
             schedule = Fixed(max_length=1)
         elif self.kind == "pointer" and task.by_step:
-            # the answers of the longest rows have those of shorter ones among them
+            # a row of the longest length has an answer for each step, also for shorter lengths
             schedule = Fixed(max_length=longest, min_length=task.min_length)
         else:
             schedule = Frontier(max_length=longest, min_length=task.min_length, share=self.share)
@@ -131,7 +132,7 @@ class Preset:
             longest = max(longest, _ANY_LENGTH)
         sizes: dict[str, Any] = data.sizes(longest)
         if self.kind == "pointer":
-            # `solve` takes as many steps as training did
+            # by default, `solve` takes at most as many steps as training did
             sizes["n_step"] = data.most_steps
         return LatentThinker(ThinkerConfig(**sizes | model))
 

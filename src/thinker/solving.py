@@ -77,8 +77,8 @@ def solve(
             of symbols. A tensor or an array of shape (B, L) is possible, too.
         max_steps: The maximum number of steps. Default: with a latent for each token, 10 for each
             symbol of the longest row; otherwise the config's ``n_step``. The plan or a static
-            memory may limit it. If each step of the task has its own answer, ``max_steps`` is
-            required, and the answer of that step is returned.
+            memory may change this default. If each step of the task has its own answer,
+            ``max_steps`` is required, and the answer of that step is returned.
         exit_rule: The rule that stops a row; default: ``ExitRule()``.
 
     Returns:
@@ -101,8 +101,8 @@ def solve(
     inner = without_layout(task)
     if isinstance(inner, TensorTask) and inner.mask is not None:
         raise ValueError(
-            "solve: the rows of the TensorTask have a mask, which a list of ids does not; call "
-            "model(tokens, mask) instead"
+            "solve: task is a TensorTask with a mask, which rows cannot carry; expected a task "
+            "without a mask; call model(tokens, mask) instead"
         )
     if model.config.at_tokens:
         task = AtTokens(inner)

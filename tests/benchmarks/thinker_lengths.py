@@ -152,7 +152,7 @@ def write_table() -> None:
     )
     names = list(thinker_anchors.ANCHORS)
     lines = [
-        f"| task, length | as many | LatentThinker | {' | '.join(names)} |",
+        f"| task, length | the same | LatentThinker | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",
     ]
     for task, row in found["tasks"].items():

@@ -264,12 +264,12 @@ def on_paper(entry: dict[str, Any]) -> str:
     """What a GPU hour would have room for, beside a run here; with attention it has as many steps."""
     seconds = statistics.median(r["cpu_seconds"] for r in entry["runs"]["LatentThinker"])
     whole = entry["gigaflops"] * entry["runs"]["with attention"][0]["iterations"]
-    times = GPU_GIGAFLOPS * 3600 / whole
+    times = round(GPU_GIGAFLOPS * 3600 / whole, -3)
     return (
-        f"On paper: a training step is {entry['gigaflops']:.1f} GFLOP, a run {whole / 1000:.1f} "
-        f"TFLOP ({whole / seconds:.0f} GFLOP/s). An hour on a GPU that reaches "
-        f"{GPU_GIGAFLOPS / 1000:.0f} TFLOP/s (5% of an H100's 495 with TF32) has room for "
-        f"{times:,.0f} such runs."
+        f"Estimated, not measured: a training step of LatentThinker is {entry['gigaflops']:.1f} "
+        f"GFLOP, a run {whole / 1000:.1f} TFLOP ({whole / seconds:.0f} GFLOP/s on this CPU). A GPU "
+        f"that reaches {GPU_GIGAFLOPS / 1000:.0f} TFLOP/s (5% of an H100's 495 with TF32) would do "
+        f"about {times:,.0f} such runs in an hour."
     )
 
 

@@ -366,7 +366,7 @@ def test_solve_takes_numpy_steps_and_refuses_rows_with_a_mask():
     assert th.solve(model, task, [[1, 2]], max_steps=np.int64(2)).steps <= (2,)
     rows = torch.ones(3, 4, dtype=torch.long)
     masked = TensorTask(rows, rows, mask=rows.bool())
-    with pytest.raises(ValueError, match="solve: the rows of the TensorTask have a mask"):
+    with pytest.raises(ValueError, match="solve: task is a TensorTask with a mask"):
         th.solve(model, masked, [[1, 1, 1, 1]])
     data = th.CurriculumDataset(task, Uniform(max_length=8))
     with pytest.raises(ValueError, match="n_steps is 4 at length 2; expected a list"):

@@ -21,8 +21,8 @@ def stock_config(
 ) -> PretrainedConfig:
     """Return a copy of a config, changed so that the class builds parameters of given shapes.
 
-    The function tries to change each field that holds an old size or is unset, alone and in
-    combination.
+    The function tries to change each field that holds an old size, and each field in `_UNSET` that
+    is None, alone and in combination.
 
     Args:
         cls: The model's class.
@@ -68,7 +68,7 @@ def _differing(cls: type[PreTrainedModel], config: PretrainedConfig, wanted: Sha
     for name, shape in wanted.items():
         if name in shapes and shapes[name] != shape:
             return f"{name} the shape {list(shape)}"
-    return "the parameters of the smaller model"
+    return "all parameters their new shapes"
 
 
 def _places(

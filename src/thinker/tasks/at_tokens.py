@@ -114,10 +114,10 @@ class AtTokens(Task):
         return self.input_length(length)
 
     def reach(self, length: int) -> int:
-        """Return the number of steps in which an answer gets to know the tokens it may depend on.
+        """Return the number of steps after which each answer can depend on the whole input.
 
-        It holds for a model in which information moves one token per step. If answers follow the
-        input, they are farther from its start than its end is.
+        This assumes that information moves one token per step. Answers that follow the input need
+        more steps, since they are farther from its start.
         """
         if self._blanks:
             return self.input_length(length) - (not self.grid)

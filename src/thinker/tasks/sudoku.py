@@ -30,8 +30,8 @@ def sudoku_puzzles(
         count: The number of puzzles.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
         clues: The number of clues at which the removal of digits stops. It stops earlier if the
-            rule could no longer solve the puzzle after any further removal; puzzles of 9 x 9 cells
-            then have 20 to 30 clues, those of 4 x 4 cells 4 to 6.
+            rule could not solve the puzzle without any one of the remaining clues. Then puzzles of
+            9 x 9 cells have 20 to 30 clues, and puzzles of 4 x 4 cells 4 to 6.
         seed: The seed of all random choices.
 
     Raises:
@@ -274,7 +274,7 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 
 
 def _dug(generator: torch.Generator, solutions: Tensor, box: int, clues: int) -> Tensor:  # (N, L)
-    """Remove digits in random order, each only if the rule of `sudoku_puzzles` finds it again."""
+    """Remove digits in random order, but none that the rule of `sudoku_puzzles` needs."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]

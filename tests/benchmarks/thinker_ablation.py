@@ -49,9 +49,7 @@ def run(setting: dict[str, Any], size: dict[str, Any], config: dict[str, Any]) -
         th.make_task("copy", symbols=config["symbols"]),
         getattr(th.schedules, setting["schedule"].capitalize()),
     )
-    schedule = kind(
-        max_length=length, **({"steps": iterations // 2} if kind is th.schedules.Linear else {})
-    )
+    schedule = kind(max_length=length)
     noise = setting["latents"] == "noise"
     data = th.CurriculumDataset(task, schedule, seed=setting["seed"])
     positions, _, end = setting["positions"].partition(" + ")
@@ -148,14 +146,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="not looked at: it is not timed")
     parser.add_argument("--iterations", type=int, help="instead of the config's")
+    parser.add_argument("--only", nargs="*", help="rows, such as 'loss all'; the others are kept")
     options = parser.parse_args(arguments)
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"date": today(), "commit": commit(), "config": config, "rows": {}}
+    before: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8")) if options.only else {}
+    made = f"{before['commit']}, {commit()}" if before else commit()
+    found: dict[str, Any] = {"date": today(), "commit": made, "config": config, "rows": {}}
     for name, size in config["sizes"].items():
         size |= {"iterations": options.iterations} if options.iterations else {}
         found["rows"][name] = []
-        for setting in settings(config):
+        for number, setting in enumerate(settings(config)):
+            if options.only and label(setting, config["base"]) not in options.only:
+                found["rows"][name].append(before["rows"][name][number])
+                continue
             found["rows"][name].append(run(setting, size, config))
             print(name, found["rows"][name][-1], flush=True)
     FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

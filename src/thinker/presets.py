@@ -25,7 +25,7 @@ from .training import ThinkerTrainer, thinker_arguments
 
 Kind = Literal["scan", "exchange", "pointer", "grid"]
 
-_MORE_STEPS = 6
+MORE_STEPS = 6
 """Thinking steps in training beyond one for each symbol, so that correct answers learn to stay."""
 
 # The most steps of a batch if each step has its own answer. With more, information from an end of
@@ -111,7 +111,7 @@ class Preset:
             return (1, 3)
         if task.by_step:
             return lambda longest: (1, min(_MOST_EXCHANGES, longest))
-        return lambda longest: (1, task.reach(longest) + _MORE_STEPS)
+        return lambda longest: (1, task.reach(longest) + MORE_STEPS)
 
     def thinker(
         self, data: CurriculumDataset, *, longest: int | None = None, **fields: Any

@@ -17,7 +17,7 @@ from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
 from .flow import FlowPlan
 from .model import LatentThinker
-from .presets import PRESETS, Preset
+from .presets import MORE_STEPS, PRESETS, Preset
 from .run_config import PresetName, RunConfig, Schedule
 from .tasks import TASKS, AtTokens, RowsTask, Task, make_task
 
@@ -37,9 +37,6 @@ RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
 
 PLANS = ("every_step", "read_once")
 """Names of plans; any other plan is a table."""
-
-MORE_STEPS = 6
-"""Steps in addition to one for each token, as in the README's example."""
 
 
 @dataclass(frozen=True, kw_only=True)

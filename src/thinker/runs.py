@@ -24,8 +24,9 @@ from . import report
 from .curriculum import CurriculumDataset
 from .losses import Reach
 from .model import LatentThinker
+from .presets import MORE_STEPS
 from .report import Grid, evaluate_grid, evaluate_steps
-from .run_settings import MORE_STEPS, Run
+from .run_settings import Run
 from .solving import Solutions, solve
 from .tasks import TASKS, AtTokens, RowsTask
 from .tasks.at_tokens import without_layout

@@ -7,30 +7,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-# One process imports what all statements may load, and forks for each of them.
+# One process runs the first statement of each group, which imports what the others of the group
+# may load, and forks for each of these.
 FORKS = """
 import json, os, sys
-exec(sys.argv[1])
-for statement in sys.argv[2:]:
-    sys.stdout.flush()
-    if not os.fork():
-        before = {name.split(".")[0] for name in sys.modules}
-        exec(statement)
-        after = {name.split(".")[0] for name in sys.modules}
-        print(json.dumps(sorted(after - before)), flush=True)
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(f"it failed: {statement}")
+for first, *statements in json.loads(sys.argv[1]):
+    exec(first)
+    for statement in statements:
+        sys.stdout.flush()
+        if not os.fork():
+            before = {name.split(".")[0] for name in sys.modules}
+            exec(statement)
+            after = {name.split(".")[0] for name in sys.modules}
+            print(json.dumps(sorted(after - before)), flush=True)
+            os._exit(0)
+        if os.wait()[1]:
+            sys.exit(f"it failed: {statement}")
 """
 OURS = {"heads", "kronecker", "mergekit_lite", "model_components", "thinker"}
 
 
-def loaded(first, *statements):
-    """Return the top-level packages that each statement loads beyond what the first one does."""
+def loaded(*groups):
+    """Return the top-level packages that each statement loads beyond what the first of its group
+    and of earlier groups do."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, first, *statements], capture_output=True, text=True
+        [sys.executable, "-c", FORKS, json.dumps(groups)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
@@ -42,7 +43,7 @@ def strangers(packages):
 
 def test_packages_load_nothing_until_a_name_is_asked_for():
     names = ["heads.lora", "heads.pairwise", "kronecker", "mergekit_lite.masks", "thinker"]
-    for packages in loaded("import sys", *(f"import {name}" for name in names)):
+    for packages in loaded(["import sys", *(f"import {name}" for name in names)]):
         assert strangers(packages) <= {"lazy_loader"}
 
 
@@ -52,7 +53,7 @@ def test_layers_load_torch_and_nothing_heavier():
         "from mergekit_lite.masks import AccurateMaskedLinear, MaskedEmbedding",
         "from heads.pairwise import PairwiseHead",
     ]
-    for statement, packages in zip(layers, loaded("import torch", *layers), strict=True):
+    for statement, packages in zip(layers, loaded(["import torch", *layers]), strict=True):
         assert strangers(packages) <= {"einops", "lazy_loader"}, statement
         assert packages & OURS, statement
 
@@ -69,27 +70,12 @@ def test_layers_and_one_use_load_no_transformers():
         "import torch\nfrom heads.pairwise import PairwiseHead\n"
         "PairwiseHead(4)(torch.ones(2, 4), torch.ones(2, 4)).sum().backward()",
     ]
-    for statement, packages in zip(uses, loaded("import torch", *uses), strict=True):
+    for statement, packages in zip(uses, loaded(["import torch", *uses]), strict=True):
         assert not {"transformers", "peft", "accelerate"} & packages, statement
 
 
-@pytest.mark.parametrize(
-    ("base", "layer"),
-    [
-        ("from peft.tuners import lora", "from heads.lora import LoraLinear"),
-        (
-            "from transformers import AutoConfig, AutoModel, PreTrainedModel",
-            "from thinker import LatentThinker",
-        ),
-    ],
-)
-def test_layers_on_a_base_class_load_what_it_does(base, layer):
-    """LoraLinear is a layer of peft's, LatentThinker a `PreTrainedModel`."""
-    (packages,) = loaded(base, layer)
-    assert strangers(packages) <= {"lazy_loader"}
-
-
-def test_training_loads_no_kernels_plots_or_datasets():
+def test_training_loads_what_its_base_classes_do_and_no_kernels_plots_or_datasets():
+    """LatentThinker is a `PreTrainedModel`, LoraLinear a layer of peft's."""
     trained = [
         "import heads.lora; [getattr(heads.lora, name) for name in heads.lora.__all__]",
         "import heads.pairwise; [getattr(heads.pairwise, name) for name in heads.pairwise.__all__]",
@@ -97,8 +83,17 @@ def test_training_loads_no_kernels_plots_or_datasets():
         "import mergekit_lite.masks as m; [getattr(m, name) for name in m.__all__]",
         "import thinker; [getattr(thinker, name) for name in thinker.__all__]",
     ]
-    all_loaded = loaded("import peft; from transformers import Trainer", *trained)
-    for statement, packages in zip(trained, all_loaded, strict=True):
+    model, layer, *rest = loaded(
+        [
+            "from transformers import AutoConfig, AutoModel, PreTrainedModel",
+            "from thinker import LatentThinker",
+        ],
+        ["from peft.tuners import lora", "from heads.lora import LoraLinear"],
+        ["import peft; from transformers import Trainer", *trained],
+    )
+    for packages in (model, layer):
+        assert strangers(packages) <= {"lazy_loader"}
+    for statement, packages in zip(trained, rest, strict=True):
         assert not {"triton", "matplotlib", "datasets"} & packages, statement
 
 
@@ -109,14 +104,16 @@ def test_kronecker_and_thinker_run_where_optional_packages_are_missing():
         "    sys.modules[name] = None  # as if it were not installed\n"
         "import torch"
     )
-    loaded(
-        missing,
+    kronecker = (
         "import torch, kronecker\n"
-        "kronecker.kron_linear(torch.ones(1, 4), torch.ones(1, 2, 2), torch.ones(1, 1, 2))",
+        "kronecker.kron_linear(torch.ones(1, 4), torch.ones(1, 2, 2), torch.ones(1, 1, 2))"
+    )
+    thinker = (
         "import torch, thinker\n"
         "model = thinker.LatentThinker(thinker.ThinkerConfig(vocab_size=4))\n"
-        "model(torch.ones(1, 2, dtype=torch.long))",
+        "model(torch.ones(1, 2, dtype=torch.long))"
     )
+    loaded([missing, kronecker, thinker])
 
 
 def test_help_of_every_command_loads_no_torch():

@@ -87,7 +87,7 @@ def pairs(
     """
     from .data.rows import each_pair
 
-    where = _checked_device(out, run_flags.device, "judge pairs")
+    where = _checked_device(out, run_flags.device, batch_size, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns), labels=False), file)
     # after the file is read, so that a wrong column name fails before the model is loaded
     judge = _load(model, where, "judge pairs")
@@ -113,7 +113,7 @@ def rank(
         batch_size: Number of pairs per batch.
         run_flags: The device, and whether to show progress.
     """
-    where = _checked_device(out, run_flags.device, "judge rank")
+    where = _checked_device(out, run_flags.device, batch_size, "judge rank")
     # read all rows now, so that an unreadable file fails before the model is loaded
     rows = list(each_row(file, "judge rank"))
     # if no row has both fields, one error is better than an error for each row
@@ -153,7 +153,7 @@ def report(
     from .data.rows import read_pairs
     from .report.evaluation import pairwise_report
 
-    where = _checked_device(None, run_flags.device, "judge report")
+    where = _checked_device(None, run_flags.device, batch_size, "judge report")
     names = _columns(columns)
     baseline = None if train is None else read_pairs(train, columns=names)[0]
     labeled, read = read_pairs(file, columns=names)
@@ -175,13 +175,15 @@ def _columns(columns: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in columns)
 
 
-def _checked_device(out: Path | None, device: str, operation: str) -> str:
-    """Check the device and the output path before any file is read; return the device.
+def _checked_device(out: Path | None, device: str, batch_size: int, operation: str) -> str:
+    """Check device, output path and batch size before any file is read; return the device.
 
     Raises:
-        ValueError: The device cannot be used, or the output file exists.
+        ValueError: The device cannot be used, the output file exists, or the batch size is below 1.
     """
     where = find_device(device, operation)
+    if batch_size < 1:
+        raise ValueError(f"{operation}: --batch-size is {batch_size}, expected 1 or more")
     if out is not None and out.exists():
         raise ValueError(f"{operation}: expected the path of a new file, but {out} exists")
     return where

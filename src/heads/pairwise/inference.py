@@ -124,7 +124,7 @@ def predict_pairs(
             "predict_pairs: expected at least 1 pair and a batch_size of at least 1, got "
             f"{len(data)} pairs and a batch_size of {batch_size}"
         )
-    data.check_encoded("predict_pairs", model)
+    data.check_made_for("predict_pairs", model)
     if not data.encoded:
         warn_if_slow("predict_pairs", model.encoder)
     order = sorted(range(len(data)), key=lambda i: data.lengths[i])

@@ -118,8 +118,8 @@ def fit_uncertainty_(
             f"fit_uncertainty_: the inputs of the head's last layers have width {width}, expected "
             f"at most {WIDEST}; use fewer kinds of pooling"
         )
-    data.check_encoded("fit_uncertainty_", model)
-    held_out.check_encoded("fit_uncertainty_", model)
+    data.check_made_for("fit_uncertainty_", model)
+    held_out.check_made_for("fit_uncertainty_", model)
     # inside a wrapper of peft, the head that is trained has the covariance
     head: Any = model.head
     if hasattr(head, "modules_to_save"):

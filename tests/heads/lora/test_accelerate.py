@@ -220,21 +220,14 @@ def test_compiled_for_any_length(dropout):
     accelerate_lora_(model)
     graphs = []
     compiled = torch.compile(
-        model, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward
+        model, fullgraph=True, backend=lambda g, _: graphs.append(g) or g.forward
     )
     with torch.no_grad():
-        for length in (5, 7, 9, 12, 13):
-            compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
-    restore_lora_(model)
-    stock = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        model, fullgraph=True, dynamic=True, backend=lambda g, _: stock.append(g) or g.forward
-    )
-    with torch.no_grad():
-        for length in (5, 7, 9, 12, 13):
-            compiled(input_ids=torch.zeros(2, length, dtype=torch.int64), use_cache=False)
-    assert len(graphs) == len(stock)
+        for length in (5, 7, 12):
+            ids = torch.zeros(2, length, dtype=torch.int64)
+            torch._dynamo.mark_dynamic(ids, 1)
+            compiled(input_ids=ids, use_cache=False)
+    assert len(graphs) == 1
 
 
 def test_a_copied_model_is_sound():

@@ -136,13 +136,13 @@ def test_features_of_an_encoder_with_one_other_number_are_refused(place):
     model = frozen(link="antisymmetric")
     data = model.dataset(pairs_of(4), progress=False)
     data.encode_(model, progress=False)
-    data.check_encoded("predict", model)
+    data.check_made_for("predict", model)
     with torch.no_grad():
         model.encoder.get_input_embeddings().weight.view(-1)[place] += 1
     with pytest.raises(ValueError, match=r"fit_uncertainty_: .* features of another encoder"):
         fit_uncertainty_(model, data, data)
     with pytest.raises(ValueError, match="features of another encoder"):
-        data.check_encoded("predict", model)
+        data.check_made_for("predict", model)
 
 
 def test_what_trains_is_not_kept():
@@ -223,6 +223,19 @@ def test_features_of_another_encoder_are_refused(what):
         PairwiseTrainer(
             model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
         )
+
+
+def test_labels_of_other_classes_are_refused():
+    model, other = frozen(), frozen(ties=False)
+    data = model.dataset(pairs_of(12), progress=False)
+    with pytest.raises(ValueError, match=r"predict_pairs: expected labels of 2 classes.* for 3"):
+        predict_pairs(other, data, progress=False)
+    with pytest.raises(ValueError, match=r"PairwiseTrainer: expected labels of 2 classes"):
+        PairwiseTrainer(
+            model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+        )
+    bare = model.dataset([pair[:3] for pair in pairs_of(2)], progress=False)
+    assert predict_pairs(other, bare, progress=False).probabilities.shape == (2, 2)
 
 
 def test_features_are_made_in_evaluation_and_in_full_precision(tmp_path):

@@ -143,6 +143,7 @@ def test_a_report_has_its_baselines(place, capsys):
         ({3: "none.csv"}, "there is no file none.csv"),
         ({2: "/nowhere"}, "nowhere"),
         ({4: "--device=gpu"}, "gpu"),
+        ({4: "--batch-size=0"}, "judge pairs: --batch-size is 0, expected 1 or more"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(changes, said, place, capsys):

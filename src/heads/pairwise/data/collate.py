@@ -205,12 +205,20 @@ class PairwiseDataset(Dataset):
         self._features = encoded(model, self._tokens, cache, progress)
         self._features_of = fingerprint(model)
 
-    def check_encoded(self, operation: str, model: Judge) -> None:
-        """Check that features, if there are any, are from this model's encoder and pooling.
+    def check_made_for(self, operation: str, model: Judge) -> None:
+        """Check that labels and features, if there are any, suit this model.
 
         Raises:
-            ValueError: The features are from another encoder or pooling.
+            ValueError: The labels have other classes, or the features are from another encoder or
+                pooling.
         """
+        if any(label is not None for label in self.labels) and (
+            self.num_classes != model.config.num_classes
+        ):
+            raise ValueError(
+                f"{operation}: expected labels of {model.config.num_classes} classes, as in the "
+                f"model, got a data set made for {self.num_classes}; call model.dataset(pairs)"
+            )
         if self.encoded and self._features_of != fingerprint(model):
             raise ValueError(
                 f"{operation}: the pairs hold features of another encoder or pooling; call "

@@ -243,7 +243,7 @@ def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
             f"PairwiseTrainer: {name} holds features of a frozen encoder, but the encoder trains; "
             "call freeze_(model, 'all'), or pass a data set without features"
         )
-    data.check_encoded("PairwiseTrainer", judge)
+    data.check_made_for("PairwiseTrainer", judge)
 
 
 def check_training_data(data: PairwiseDataset, judge: Judge) -> None:

@@ -65,7 +65,7 @@ def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
         source = source.astype(object).where(source.notna(), None).to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, (str, Path, Iterable)):
         raise ValueError(
-            f"{operation}: expected a file, a hub id or rows, got a {type(source).__name__}"
+            f"{operation}: expected a file, a hub id or rows, got {type(source).__name__}"
         )
     if not isinstance(source, (str, Path)):
         yield from enumerate(source, 1)

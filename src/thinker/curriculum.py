@@ -19,7 +19,8 @@ from model_components._checks import Range, Whole, check_value, is_whole
 from .counters import between, mix, seed_of
 from .holdout import HoldOut
 from .schedules import Fixed, Frontier, Schedule
-from .tasks import Sample, Task
+from .tasks import RowsTask, Sample, Task
+from .tasks.at_tokens import without_layout
 from .tasks.rows import symbols_of
 from .tasks.task import check_sample
 
@@ -125,6 +126,11 @@ class CurriculumDataset(IterableDataset):
         else:
             usual = Frontier(max_length=task.default_length, min_length=task.min_length)
         self.schedule = schedule or usual
+        if isinstance(without_layout(task), RowsTask):
+            # beyond the longest row, the longest rows would be drawn again and again
+            most = Range(least=1, most=task.default_length)
+            longest = self.schedule.max_length
+            check_value("CurriculumDataset", "max_length", longest, Annotated[int, most])
         self.batch_size = batch_size
         self.holdout = holdout
         self.seed = seed

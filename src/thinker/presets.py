@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import TrainerCallback
+from transformers import PreTrainedConfig, TrainerCallback
+
+from model_components._checks import Whole, check_value, declared_fields, refuse_unknown
 
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
@@ -59,6 +61,10 @@ class Preset:
     batch_size: int = 64
     segments: int = 1
 
+    def __post_init__(self):
+        known = declared_fields(ThinkerConfig, PreTrainedConfig)
+        refuse_unknown(f"presets.{self.kind}", self.model, known)
+
     def data(
         self, task: Task, *, max_length: int | None = None, **options: Any
     ) -> CurriculumDataset:
@@ -76,7 +82,8 @@ class Preset:
         """
         if not isinstance(task, Task):
             raise ValueError(
-                f"Preset.data: expected a Task, such as RowsTask({task!r:.80}), got {task!r:.80}"
+                "Preset.data: expected a Task, such as RowsTask(rows) or make_task(name), got "
+                f"{task!r:.80}"
             )
         if self.kind == "grid" and isinstance(task, RowsTask) and len(task.lengths) > 1:
             raise ValueError(
@@ -166,6 +173,7 @@ class Preset:
             callbacks: Callbacks of the trainer, such as `RewindOnPeak`.
             **arguments: Arguments of `thinker_arguments`.
         """
+        check_value("Preset.trainer", "max_steps", max_steps, Whole)
         settings: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "warmup_steps": 50,

@@ -196,7 +196,7 @@ def run_of(task: str, config: RunConfig) -> Run:
     if task not in TASKS:
         rows = RowsTask(task)
         fields.setdefault("length", rows.default_length)
-        _check_rows(rows, config, fields["length"])
+        _check_rows(rows, config)
         lengths = lengths or tuple(n for n in rows.lengths if n > fields["length"])
     elif config.preset == "grid":
         raise ValueError(
@@ -226,15 +226,10 @@ def _check_task(task: str) -> None:
     check_choice("think train", "task", task, [*known, "a file of rows"])
 
 
-def _check_rows(rows: RowsTask, config: RunConfig, length: int) -> None:
+def _check_rows(rows: RowsTask, config: RunConfig) -> None:
     """Check that the flags of a run fit the rows of a file."""
     if config.options:
         raise ValueError(f"think train: a file of rows takes no --options, got {config.options[0]}")
-    if length > rows.default_length:
-        raise ValueError(
-            f"think train: --length is {length}, but the longest row has length "
-            f"{rows.default_length}"
-        )
     if config.preset == "grid" and len(rows.lengths) > 1:
         raise ValueError(
             "think train: --preset grid needs rows of one length, got lengths "

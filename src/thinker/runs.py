@@ -55,7 +55,8 @@ class TrainingReport(Report):
         """Return what was trained, and the accuracy at its longest length."""
         return (
             f"{self.run.task}, length {self.run.length}: {self.result['iterations']} iterations, "
-            f"{self.result['cpu_seconds']:.0f} CPU seconds",
+            f"{self.result['cpu_seconds']:.0f} CPU seconds"
+            f"{' since it was resumed' if self.result['resumed'] else ''}",
             f"held out: {self.result['token']:.2%} of symbols and {self.result['sequence']:.2%} of "
             "rows are right",
             "",
@@ -133,6 +134,8 @@ def _train(
     checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
     if checkpoint is not None:
         print(f"think train: continuing from {checkpoint}")
+    elif (out / "checkpoints").is_dir():
+        print(f"think train: no checkpoint in {out} yet, so training starts over")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.process_time() - begin
@@ -201,6 +204,8 @@ def _card(result: dict[str, Any], run: Run) -> str:
     task = Path(run.task).name  # without the path of this machine
     values = run.to_dict() | {"task": task}
     del values["plan"]
+    if run.preset is not None:  # which sets these
+        del values["schedule"], values["steps"]
     settings = "\n".join(f"- {name}: {value}" for name, value in values.items())
     return card_of(
         f"A thinker for {task}",
@@ -233,9 +238,9 @@ def _check_unfinished(out: Path, run: Run) -> None:
             trained = int(result["iterations"])
         if run.iterations <= trained:
             raise ValueError(
-                f"think train: the run in {out} is finished, with {trained} iterations; to train "
-                f"it further, give --iterations above {trained}, got {run.iterations}; --fresh "
-                "begins anew"
+                f"think train: the run in {out} is finished, with {trained} iterations; expected "
+                f"more --iterations, to train it further, or --fresh, to start over, got "
+                f"{run.iterations} iterations"
             )
 
 
@@ -305,11 +310,20 @@ def read_json(folder: Path, name: str) -> Any:
     """
     if not (folder / name).is_file():
         raise ValueError(
-            f"think: expected a folder that think train wrote, got {folder} without {name}; run "
-            "think train again to finish it"
+            f"think: expected the folder of a finished think train, got {folder} "
+            f"({_why_not_finished(folder)})"
         )
     with reading(folder / name, "think"):
         return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def _why_not_finished(folder: Path) -> str:
+    """Return why a folder is not the folder of a finished run."""
+    if not folder.is_dir():
+        return "no such folder"
+    if (folder / "run.json").is_file():
+        return "unfinished; repeat the command think train"
+    return "not written by think train"
 
 
 def _run_in(folder: Path) -> Run:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model_components._checks import is_whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
@@ -27,10 +29,11 @@ class Schedule(ABC):
     min_length: int = 1
 
     def __post_init__(self):
-        if not 1 <= self.min_length <= self.max_length:
+        both = self.min_length, self.max_length
+        if not all(map(is_whole, both)) or not 1 <= self.min_length <= self.max_length:
             raise ValueError(
-                f"{type(self).__name__}: min_length {self.min_length}, max_length "
-                f"{self.max_length}; expected 1 <= min_length <= max_length"
+                f"{type(self).__name__}: expected whole numbers with 1 <= min_length <= "
+                f"max_length, got min_length={both[0]!r} and max_length={both[1]!r}"
             )
 
     def initial(self) -> list[float]:

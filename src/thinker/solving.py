@@ -22,7 +22,7 @@ from model_components._report import Report, Table
 from .checks import check_layout
 from .exits import ExitRule
 from .model import LatentThinker
-from .tasks import AtTokens, Sample, Task, TensorTask
+from .tasks import AtTokens, RowsTask, Sample, Task, TensorTask
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
@@ -82,11 +82,13 @@ def solve(
         exit_rule: The rule that stops a row; default: ``ExitRule()``.
 
     Returns:
-        The answers and the numbers of steps, which print as a table.
+        The ``answers``, the numbers of ``steps``, and whether each row has ``settled``: whether the
+        exit rule stopped it before the maximum number of steps. It prints as a table.
 
     Raises:
         ValueError: A row is empty, has an id outside the vocabulary, is longer than the model's
-            longest input, or is not as long as the rows of a `TensorTask`; the model's latents are
+            longest input, is too short for the task, or is not as long as the rows of a
+            `TensorTask`; the model's latents are
             only its last few tokens; or each step has its own answer and ``max_steps`` is None.
 
     >>> import thinker as th
@@ -96,8 +98,12 @@ def solve(
     >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
     [3, 1]
     """
-    if isinstance(rows, str):
-        raise ValueError(f"solve: rows is the string {rows!r:.80}; expected a list of inputs")
+    if not isinstance(model, LatentThinker) or not isinstance(task, Task):
+        raise ValueError(
+            f"solve: expected a LatentThinker and a Task, got {model!r:.60} and {task!r:.60}"
+        )
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise ValueError(f"solve: rows is {rows!r:.80}; expected a list of inputs")
     inner = without_layout(task)
     if isinstance(inner, TensorTask) and inner.mask is not None:
         raise ValueError(
@@ -185,6 +191,11 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
     """Check the token ids of rows, and their length for a `TensorTask`."""
     if not rows:
         raise ValueError("solve: expected rows, got none")
+    # the shortest row of a user's data is no limit of the task
+    shortest = 1 if isinstance(task, RowsTask) else task.min_length
+    while task.output_length(shortest) < 1:
+        shortest += 1
+    least = task.input_length(shortest)
     for number, row in enumerate(rows):
         if not row:
             raise ValueError(f"solve: row {number} is empty; expected one symbol or more")
@@ -198,10 +209,10 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
                 f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as in "
                 "the rows of the task"
             )
-        if _answer_length(task, len(row)) < 1 or len(row) < task.input_length(task.min_length):
+        if len(row) < least:
             raise ValueError(
-                f"solve: row {number} has {len(row)} symbols; expected at least "
-                f"{task.input_length(task.min_length)}, as in the shortest rows of the task"
+                f"solve: row {number} has {len(row)} symbols; expected at least {least}, because "
+                "shorter rows of the task have no answer"
             )
 
 

@@ -180,10 +180,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     given = ["think", "train", "copy", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
-    assert (
-        "is finished, with 2 iterations; to train it further, give --iterations above 2"
-        in capsys.readouterr().err
-    )
+    assert "is finished, with 2 iterations; expected more --iterations" in capsys.readouterr().err
 
 
 def test_settings_reach_the_model(tmp_path):
@@ -233,7 +230,7 @@ def test_settings_reach_the_model(tmp_path):
             "num_static_tokens is 'abc'",
         ),
         (["think", "train", "copy", "{tmp}/a", "--plan", "{tmp}/none.md"], "none.md"),
-        (["think", "evaluate", "{tmp}/nothing"], "without run.json"),
+        (["think", "evaluate", "{tmp}/nothing"], "nothing (no such folder)"),
     ],
 )
 def test_what_is_refused(arguments, message, tmp_path, capsys):

@@ -87,7 +87,7 @@ def test_a_resume_knows_other_rows():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "expected rows, got none"),
+        ([], "expected rows with answers, got none"),
         ([("a", "b"), ("a",)], r"row 2 is \('a',\); expected a pair"),
         (
             [{"input": "a", "output": "b"}],
@@ -95,7 +95,8 @@ def test_a_resume_knows_other_rows():
         ),
         ([("a", 3)], "row 1 has 3; expected a text, or a list of texts or whole numbers"),
         ([([1.5], "a")], r"row 1 has \[1.5\]; expected a text"),
-        ([("ab", ""), ("a", "a")], "row 1 has an empty input or answer"),
+        ([("", "ab"), ("a", "a")], "row 1 has an empty input"),
+        ([("ab", ""), ("a", "")], "expected rows with answers, got empty answers alone"),
         (
             [*parity([2, 3, 4]), {"input": "01 1", "answer": "0 11"}],
             r"got 2 of 58 texts with a space, such as '01 1'",
@@ -174,6 +175,31 @@ def test_only_models_without_parameters_for_each_position_take_any_length():
     assert pointer.thinker(looked_up).config.max_output_length == 5
 
 
+def test_some_answers_may_be_empty():
+    rows = [("12", "2"), ("13", ""), ("4", "4"), ("5", ""), ("246", "246")]
+    task = th.RowsTask(rows)
+    assert (task.output_length(3), task.output_size) == (3, task.vocab_size + 1)
+    sample = task.every(2)
+    answers = {}
+    for given, target in zip(sample.tokens.tolist(), sample.targets.tolist(), strict=True):
+        answers[task.decode(given)] = task.decode(target)
+    assert answers == {"12": "2", "13": ""}
+    lengths = th.RowsTask([("a", ""), ("ab", "b")])  # always one symbol fewer
+    assert [lengths.output_length(n) for n in (1, 2)] == [1, 2]
+    found = th.solve(solver(th.AtTokens(task), 3, latent_init="tokens"), task, ["13", "2"])
+    assert len(found.answers) == 2
+
+
+def test_inputs_with_several_answers_are_told_of():
+    with pytest.warns(UserWarning, match=r"several for 1 inputs; \['a', 'b'\] has .* and \['c'\]"):
+        th.RowsTask([("ab", "b"), ("c", "c"), ("ab", "c")])
+
+
+def test_a_row_shorter_than_those_of_training_is_solved():
+    task = th.RowsTask(parity([3, 4]))
+    assert len(th.solve(solver(task, 4), task, ["1"], max_steps=2).answers[0]) == 1
+
+
 def test_a_trained_scan_solves_longer_texts():
     """Binary numbers plus one, smallest digits first: a scan, though each answer is one longer."""
     rows = []
@@ -226,7 +252,7 @@ def test_a_stopped_training_of_a_preset_goes_on(tmp_path):
     again = preset.trainer(preset.thinker(data), data, tmp_path, max_steps=50, use_cpu=True)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 50
-    with pytest.raises(ValueError, match=r"expected a Task, such as RowsTask\('rows.csv'\)"):
+    with pytest.raises(ValueError, match=r"expected a Task, such as RowsTask\(rows\) .* got 'rows.csv'"):
         preset.data("rows.csv")
 
 
@@ -300,7 +326,7 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     [
         (["nothing.jsonl"], "there is no file nothing.jsonl"),
         (["rows.jsonl", "--options", "symbols=3"], "takes no --options, got symbols=3"),
-        (["rows.jsonl", "--length", "9"], "--length is 9, but the longest row has length 7"),
+        (["rows.jsonl", "--length", "9"], "max_length is 9, expected .*1 to 7"),
         (["rows.jsonl", "--preset", "grid"], "needs rows of one length, got lengths 5 to 7"),
         (["copy", "--preset", "scan", "--steps", "1", "6"], "--preset sets the steps, got --steps"),
         (["copy", "--preset", "grid"], "a task of grids of one size"),

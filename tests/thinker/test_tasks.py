@@ -17,6 +17,7 @@ from thinker import (
     Task,
     ThinkerConfig,
     make_task,
+    presets,
     register_task,
     solve,
 )
@@ -205,6 +206,47 @@ def test_operands_longer_than_64_bits(base):
     a = [number(row[:30].tolist(), base) for row in sample.tokens]
     assert 500 < max(a) <= 1000
     assert make_task("add").num_samples(1000) == 16**2000
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda tokens: tokens[:, :-1],
+            r"Wrong.answer: expected .* \[2, 5\] or \[2, 1\], got \[2, 4\]",
+        ),
+        (lambda tokens: [1], r"Wrong.answer: expected .*, got list"),
+        (lambda tokens: tokens + 1, r"Wrong.sample: targets .* the task's output_size is 3"),
+    ],
+)
+def test_a_users_wrong_answer_is_refused(answer, message):
+    class Wrong(SequenceTask):
+        def answer(self, tokens, mask, lengths, place):
+            return answer(tokens)
+
+    with pytest.raises(ValueError, match=message):
+        CurriculumDataset(AtTokens(Wrong(symbols=3)), Frontier(max_length=5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: presets.scan(hiden_size=16),
+            "presets.scan: unknown field hiden_size; did you mean",
+        ),
+        (lambda: presets.scan().data("copy"), r"expected a Task, such as .* got 'copy'"),
+        (
+            lambda: presets.scan().data(make_task("copy"), max_length="3"),
+            "got min_length=1 and max",
+        ),
+        (lambda: presets.scan().trainer(None, None, "x", max_steps=0), "max_steps is 0, expected"),
+        (lambda: solve(make_task("copy"), None, [[1]]), "expected a LatentThinker and a Task, got"),
+    ],
+)
+def test_wrong_arguments_of_presets_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_a_users_own_task():

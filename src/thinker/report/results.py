@@ -169,7 +169,7 @@ class Curves(Report):
                 few[length] = cells[0].rows
         if few:
             counts = ", ".join(f"{rows} at length {length}" for length, rows in few.items())
-            lines.append(f"few held-out rows, so shares are rough: {counts}")
+            lines.append(f"few rows, so shares are rough: {counts}")
         for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
             best = max(range(len(cells)), key=lambda i: cells[i].sequence)
             if cells[best].sequence - cells[-1].sequence > _fall(cells[best].rows):

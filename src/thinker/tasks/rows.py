@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,9 @@ class RowsTask(Task):
     of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
-    number of times as many, or the same number for all inputs. Other answers are padded with
-    an end symbol, up to the smallest multiple of the input's length that fits every answer. If
+    number of times as many, or the same number for all inputs. Other answers, some of which may be
+    empty, are padded with an end symbol, up to the smallest multiple of the input's length that
+    fits every answer. Only the answers' lengths decide which of these applies. If
     answers are longer by a fixed number of symbols, the inputs are padded to the answers' length,
     so that each symbol of an answer has a token of its own.
 
@@ -47,8 +49,11 @@ class RowsTask(Task):
         lengths: The lengths that rows have, in ascending order.
 
     Raises:
-        ValueError: There are no rows, a row is not a pair of an input and an answer, or only very
-            few texts have white space.
+        ValueError: There are no rows, a row is not a pair of an input and an answer, all answers
+            are empty, or only very few texts have white space.
+
+    Warns:
+        UserWarning: Equal inputs have different answers.
 
     >>> task = RowsTask([("ab", "ba"), ("bca", "acb"), ("a", "a")])
     >>> task.symbols, task.lengths, task.decode(task.encode("cab"))
@@ -56,13 +61,16 @@ class RowsTask(Task):
     """
 
     def __init__(self, rows: str | Path | Iterable[object]):
-        pairs = [_pair_of(number, row) for number, row in each_row(rows, "RowsTask")]
-        if not pairs:
-            raise ValueError("RowsTask: expected rows, got none")
+        place = f" of {rows}" if isinstance(rows, str | Path) else ""
+        pairs = [_pair_of(f"{n}{place}", row) for n, row in each_row(rows, "RowsTask")]
+        if not any(answer for _, answer in pairs):
+            what = "empty answers alone" if pairs else "none"
+            raise ValueError(f"RowsTask: expected rows with answers, got {what}")
         texts = [part for pair in pairs for part in pair if isinstance(part, str)]
         self._is_text = all(isinstance(answer, str) for _, answer in pairs)
         self._has_spaces = _have_spaces(texts)
         pairs = [(self._split(given), self._split(answer)) for given, answer in pairs]
+        _warn_of_contradictions(pairs)
         # by length, and otherwise in the order of the file
         pairs.sort(key=lambda pair: len(pair[0]))
         known = {symbol for given, answer in pairs for symbol in (*given, *answer)}
@@ -97,7 +105,9 @@ class RowsTask(Task):
         one_answer = len({answer for _, answer in sizes}) == 1
         # inputs of one length with shorter answers: the answers probably have a fixed size
         shorter = len(sizes) == 1 and all(answer < given for given, answer in sizes)
-        if len({answer - given for given, answer in sizes}) == 1 and not shorter:
+        # an empty answer needs an end symbol, so that it has one position
+        has_empty = any(answer == 0 for _, answer in sizes)
+        if len({answer - given for given, answer in sizes}) == 1 and not shorter | has_empty:
             self._times = 1
             self._more = next(answer - given for given, answer in sizes)
             self._pads = max(0, self._more)
@@ -121,7 +131,8 @@ class RowsTask(Task):
             mask[row, : len(ids)] = True
             # an answer that ends early is filled up with the end symbol
             targets[row, : self.output_length(len(given))] = self._end
-            targets[row, : len(answer)] = torch.tensor([self._ids[symbol] for symbol in answer])
+            ids = [self._ids[symbol] for symbol in answer]
+            targets[row, : len(answer)] = torch.tensor(ids, dtype=torch.long)
         key = row_key(tokens, mask, row_words(width, tokens.device))
         return Sample(tokens, mask, targets, None, key)
 
@@ -248,7 +259,24 @@ def _have_spaces(texts: Sequence[str]) -> bool:
     return bool(spaced)
 
 
-def _pair_of(number: int, row: object) -> tuple[Any, Any]:
+def _warn_of_contradictions(pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
+    """Warn if equal inputs have different answers, which no model can learn."""
+    answers: dict[tuple[Symbol, ...], list[Symbol]] = {}
+    contradicted = {}
+    for given, answer in pairs:
+        first = answers.setdefault(tuple(given), answer)
+        if first != answer:
+            contradicted[tuple(given)] = answer
+    if contradicted:
+        given, answer = next(iter(contradicted.items()))
+        warnings.warn(
+            f"RowsTask: expected one answer for each input, got several for {len(contradicted)} "
+            f"inputs; {list(given)!r:.60} has {answers[given]!r:.60} and {answer!r:.60}",
+            stacklevel=3,
+        )
+
+
+def _pair_of(number: str, row: object) -> tuple[Any, Any]:
     """Return a row's input and answer.
 
     Raises:
@@ -275,8 +303,8 @@ def _pair_of(number: int, row: object) -> tuple[Any, Any]:
                 f"RowsTask: row {number} has {part!r:.80}; expected a text, or a list of texts or "
                 "whole numbers"
             )
-        if not part:
-            raise ValueError(f"RowsTask: row {number} has an empty input or answer: {pair!r:.80}")
+    if not given:
+        raise ValueError(f"RowsTask: row {number} has an empty input: {pair!r:.80}")
     return pair
 
 

@@ -40,7 +40,18 @@ class SequenceTask(Task):
         tokens = integers(generator, self.symbols, batch, longest)
         place = torch.arange(longest, device=generator.device)
         mask = place < lengths
-        answer = self.answer(tokens, mask, lengths, place)
+        answer: object = self.answer(tokens, mask, lengths, place)
+        sizes = (1, longest, self.output_length(longest))
+        if (
+            not isinstance(answer, Tensor)
+            or answer.shape[:1] != (batch,)
+            or answer.shape[-1] not in sizes
+        ):
+            came = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+            raise ValueError(
+                f"{type(self).__name__}.answer: expected a tensor of shape {[batch, longest]} or "
+                f"{[batch, 1]}, got {came}"
+            )
         if answer.shape[-1] == longest:
             answer = answer.masked_fill(~mask[:, None] if answer.dim() == 3 else ~mask, IGNORED)
         return Sample(tokens.masked_fill_(~mask, 0), mask, answer, self.distance(lengths, place))

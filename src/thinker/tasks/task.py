@@ -202,7 +202,8 @@ class Task(ABC):
 def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
     """Raise an error if a task's samples do not have the shapes and ids that the task declares."""
     sample = task.sample(generator, 2, length)
-    name = type(task).__name__
+    # the class that users know, not `AtTokens` around it
+    name = type(getattr(task, "task", task)).__name__
     try:  # training asks for rows of several lengths
         task.sample(generator, 2, torch.full((2,), length))
     except (TypeError, RuntimeError) as error:
@@ -226,7 +227,7 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
             )
         if column == "targets":
             ids = ids[ids != IGNORED]
-        _check_ids(f"{name}.sample: {column}", ids, high)
+        _check_ids(f"{name}.sample: {column}", ids, high, _SIZES[column])
     optional = {"mask": sample.tokens.shape, "distance": sizes, "key": sizes[:1]}
     for column, shape in optional.items():
         value = getattr(sample, column)
@@ -236,14 +237,18 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
             )
 
 
-def _check_ids(what: str, ids: Tensor, high: int) -> None:
+_SIZES = {"tokens": "vocab_size", "targets": "output_size"}  # the property that limits the ids
+
+
+def _check_ids(what: str, ids: Tensor, high: int, size: str) -> None:
     """Check that ids are int64 from 0 to ``high`` - 1; an empty tensor is fine."""
     if ids.dtype == torch.int64 and not ids.numel():
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
         span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
         raise ValueError(
-            f"{what} have dtype {ids.dtype}{span}; expected int64 from 0 to {high - 1}"
+            f"{what} have dtype {ids.dtype}{span}; expected int64 from 0 to {high - 1}, because "
+            f"the task's {size} is {high}"
         )
 
 

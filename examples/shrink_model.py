@@ -63,7 +63,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     given = options()
     if given.out.exists():
-        raise SystemExit(f"shrink_model: {given.out} exists; name a new folder with --out")
+        raise SystemExit(f"shrink_model: {given.out} exists; choose a new folder with --out")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     text = text_of(given.calibration)
     measured, skip = (text_of(given.held_out), 0) if given.held_out else (text, given.tokens)

@@ -113,7 +113,7 @@ class Trial:
         told = json.loads(file.read_text(encoding="utf-8"))
         if told["settings"] != self.settings:
             sys.exit(
-                f"{file} belongs to a run with other settings ({told['settings']}); name another "
+                f"{file} belongs to a run with other settings ({told['settings']}); choose another "
                 "--out"
             )
         values = " ".join(f"{v:8.4f}" for v in [*told["losses"], statistics.mean(told["losses"])])

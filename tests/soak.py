@@ -64,7 +64,7 @@ held_out: 2
 """
 CHECKPOINTS = {"train": "OUT/checkpoints", "learn": "OUT.training"}
 REFUSED = (
-    "another run is writing it now",
+    "another run is writing to it now",
     "is not empty",
     "is finished, with",
 )  # the second of two at once

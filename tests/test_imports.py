@@ -177,7 +177,7 @@ held = NewFolder("out", "write", resumable=True).open()
 try:
     NewFolder("out", "write", resumable=True).open()
 except OutputError as error:
-    assert "another run is writing it now" in str(error)
+    assert "another run is writing to it now" in str(error)
 else:
     raise AssertionError("two runs have one folder")
 held.close()  # as a kill does

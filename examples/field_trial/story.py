@@ -55,7 +55,7 @@ class Story(Trial):
             part.rename(file)
         found = json.loads(file.read_text(encoding="utf-8"))
         if found.pop("settings") != self.settings:
-            sys.exit(f"{file} belongs to a run with other settings; name another --out")
+            sys.exit(f"{file} belongs to a run with other settings; choose another --out")
         shown = (
             f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
             for k, v in found.items()

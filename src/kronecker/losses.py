@@ -104,8 +104,8 @@ def token_loss(
     if config.labels:
         if labels is None:
             raise ValueError(
-                "KroneckerTrainer: expected a batch with labels for a DistillConfig with labels "
-                "above 0, got one without labels"
+                "KroneckerTrainer: expected labels in the batch, because DistillConfig.labels is "
+                "above 0, got none"
             )
         total = total + config.labels * F.cross_entropy(
             student, labels.reshape(-1), reduction="sum"
@@ -128,6 +128,6 @@ def _check_width(kind: str, student: Tensor, teacher: Tensor) -> None:
     """Check that outputs of the student and the teacher have equally many values a token."""
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
-            f"KroneckerTrainer: the student's {kind} have {student.shape[-1]} values a token, the "
-            f"teacher's {teacher.shape[-1]}; expected equal numbers"
+            f"KroneckerTrainer: the student's {kind} have {student.shape[-1]} values per token and "
+            f"the teacher's have {teacher.shape[-1]}; expected the same number"
         )

@@ -236,8 +236,8 @@ def compare(
     new = min([new, *(p - _PROMPT for p in positions)])
     if generates and new < 1:
         raise ValueError(
-            f"compare: a model has {min(positions)} positions, expected more than the {_PROMPT} of "
-            "the prompt"
+            f"compare: a model accepts only {min(positions)} tokens, expected more than {_PROMPT}, "
+            "the length of the prompt"
         )
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))

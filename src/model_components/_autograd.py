@@ -35,7 +35,7 @@ def transforming() -> bool:
 
 
 def needs_plain(x: Tensor) -> bool:
-    """Return whether x needs plain torch operations: in tracing, transforms or on meta."""
+    """Return whether x is traced, transformed or on meta, and so needs plain torch operations."""
     return torch.compiler.is_compiling() or x.is_meta or transforming()
 
 

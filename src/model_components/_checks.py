@@ -116,7 +116,7 @@ class CheckedConfig:
         check_config(self, CheckedConfig)
 
     def problems(self) -> Iterable[str]:
-        """Return messages about fields that conflict although each is valid; for subclasses."""
+        """Return messages about valid fields that conflict; subclasses override this method."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _flushed() -> Iterator[None]:
 def _command_of(
     words: list[str], program: str, commands: Mapping[str, str]
 ) -> tuple[str, list[str]]:
-    """Split words into the command's name and its arguments; print help and exit without one."""
+    """Split words into a command's name and its arguments; without a name, print help and exit."""
     name, asked = "", False
     for number, word in enumerate(words, 1):
         if word in ("-h", "--help"):

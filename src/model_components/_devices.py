@@ -80,8 +80,8 @@ def warn_if_slow(operation: str, module: nn.Module) -> None:
     slow = [p for p in module.parameters() if p.device.type == "cpu" and p.dtype == torch.bfloat16]
     if slow and not has_bfloat16(torch.device("cpu")):
         warnings.warn(
-            f"{operation}: {type(module).__name__} is in bfloat16, for which this processor has "
-            "no instructions; convert the module to float32, which is many times faster here",
+            f"{operation}: {type(module).__name__} is in bfloat16, which this processor does not "
+            "support natively; convert the module to float32, which is many times faster here",
             stacklevel=3,
         )
 

@@ -104,7 +104,7 @@ class TextExamples:
                 bad.setdefault(str(error), []).append(number)
         if bad:
             reasons = "; ".join(f"{why} in row {_listed(where)}" for why, where in bad.items())
-            raise ValueError(f"TextExamples: {name}: {reasons}; expected {_EXPECTED}")
+            raise ValueError(f"TextExamples: {name}: expected rows with {_EXPECTED}, got {reasons}")
         if not self.examples:
             raise ValueError(
                 f"TextExamples: {name}: none of {len(rows)} rows has an answer within {max_length} "

@@ -53,24 +53,26 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     >>> with tempfile.NamedTemporaryFile() as file:
     ...     check_new(file.name, "merge")
     Traceback (most recent call last):
-    model_components._folders.OutputError: merge to ...: a file is there; name a new folder
+    model_components._folders.OutputError: merge to ...: a file is there; choose a new folder
     """
     path = Path(os.path.abspath(out))
     to = f"{operation} to {os.fspath(out)}"
     try:
         if path.is_symlink():
-            raise OutputError(f"{to}: a symbolic link is there; name the folder that it points to")
+            raise OutputError(
+                f"{to}: a symbolic link is there; choose the folder that it points to"
+            )
         if path.is_dir():
             # the result replaces an empty folder, but a mount point cannot be replaced, and a shell
             # whose current folder is replaced would stay in the old one
             if path.samefile(os.curdir) or os.path.ismount(path):
                 raise OutputError(
-                    f"{to}: this is the current folder or a mount point; name a folder inside it"
+                    f"{to}: this is the current folder or a mount point; choose a folder inside it"
                 )
             if any(path.iterdir()):
-                raise OutputError(f"{to}: the folder is not empty; name a new one")
+                raise OutputError(f"{to}: the folder is not empty; choose a new one")
         elif os.path.lexists(path):
-            raise OutputError(f"{to}: a file is there; name a new folder")
+            raise OutputError(f"{to}: a file is there; choose a new folder")
         # the nearest existing parent, even a broken link; the folders below it will be made
         parent = next(p for p in path.parents if os.path.lexists(p))
         if not parent.is_dir():
@@ -78,7 +80,7 @@ def check_new(out: str | os.PathLike[str], operation: str) -> Path:
         if not os.access(
             parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
         ):
-            raise OutputError(f"{to}: no permission to write in {parent}; name another folder")
+            raise OutputError(f"{to}: no permission to write in {parent}; choose another folder")
     except OSError as error:
         raise _told(to, error) from error
     return path
@@ -234,7 +236,7 @@ class NewFolder:
             raise self._foreign() from None
         except BlockingIOError:
             holder = holder_of(self.place / _MARKER)
-            raise OutputError(f"{self._to}: another run is writing it now{holder}") from None
+            raise OutputError(f"{self._to}: another run is writing to it now{holder}") from None
         # another run may have finished and removed the folder before this run got the lock
         if not self._has_its_name():
             self.close()
@@ -244,7 +246,7 @@ class NewFolder:
     def _foreign(self) -> OutputError:
         return OutputError(
             f"{self._to}: {self.place} was not made by model-components and is in the way; move "
-            "it, or name another folder"
+            "it, or choose another folder"
         )
 
     def _has_its_name(self) -> bool:
@@ -257,7 +259,7 @@ class NewFolder:
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
             raise OutputError(
                 f"{self._to}: expected a folder at {self.folder}, got a link or a file; remove it, "
-                "or name another folder"
+                "or choose another folder"
             )
 
     def clear(self, keep: Collection[str] = ()) -> None:

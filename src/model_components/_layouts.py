@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 
 
 class Layout(NamedTuple):
-    """A row as text.
+    """The text of a row, and which parts of it are supervised.
 
     Attributes:
         text: The text.
@@ -59,7 +59,7 @@ def layouts_of(row: object, tokenizer: Any) -> list[Layout]:
     for question, answer in (("prompt", "completion"), ("instruction", "output")):
         if question in fields:
             raise BadRowError(f"{question} without {answer}")
-    raise BadRowError(f"the fields {', '.join(fields) or 'none'}")
+    raise BadRowError(f"the fields {', '.join(fields)}" if fields else "no fields")
 
 
 def kind_of_row(row: Mapping[str, Any]) -> str:

@@ -144,8 +144,8 @@ def _check_loaded(
         if names:
             shown = ", ".join(sorted(map(str, names))[:3])
             raise ValueError(
-                f"from_pretrained: expected all tensors of {type(model).__name__} in {place}, "
-                f"which {problem} {shown} ({len(names)} in all)"
+                f"from_pretrained: expected the tensors of {type(model).__name__} in {place}, but "
+                f"it {problem} {shown} ({len(names)} in all)"
             )
 
 

@@ -13,7 +13,7 @@ _LENGTH = 8  # tokens of each of the two examples
 
 @torch.no_grad()
 def change_of_second(operation: str, model: Any) -> float:
-    """Return the largest change of the logits of a packed example if the one before is replaced.
+    """Return how much a packed example's logits change if the example before it is replaced.
 
     It is 0 if the model keeps packed examples apart, by means of their position ids, up to
     rounding.

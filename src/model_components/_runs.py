@@ -23,31 +23,31 @@ from ._locks import (
 )
 
 _LOCK = ".model-components.lock"
-_FACTS = "run.json"
+_FILE = "run.json"
 
 
 class RunFolder:
     """The folder of a run that can be stopped and resumed, as a context manager.
 
-    Entering locks the folder, compares ``run.json`` with the run's facts, and writes that file
+    Entering locks the folder, compares ``run.json`` with the run's settings, and writes that file
     if it does not exist yet.
 
     Args:
         folder: A new or empty folder, or the folder of an earlier run.
-        facts: The run's settings, as JSON values. A run with other settings is refused.
+        settings: The run's settings, as JSON values. A run with other settings is refused.
         operation: The name of the command, with which error messages begin.
         contents: Hashes of the data's contents, by name. A run with other data is refused.
         checkpoints: The path of the checkpoints, relative to ``folder``.
-        may_change: Names of facts that a later run may change; `update` writes them.
+        may_change: Names of settings that a later run may change; `update` writes them.
         results: Names of the files and folders that a run writes at its end.
         fresh: Start over: remove the checkpoints of an earlier run of this command, and the files
             among its results. None means that the command cannot start over.
 
-    With several processes, only the first one locks the folder and compares the facts.
+    With several processes, only the first one locks the folder and compares the settings.
 
     Raises:
         OutputError: On entering, if another run holds the folder; if the folder cannot be written;
-            if it belongs to a run with other facts, or has results but no ``run.json``; or, with
+            if it belongs to a run with other settings, or has results but no ``run.json``; or, with
             ``fresh``, if its checkpoints are links.
         ValueError: On entering, if ``run.json`` cannot be read.
     """
@@ -55,7 +55,7 @@ class RunFolder:
     def __init__(
         self,
         folder: Path,
-        facts: Mapping[str, Any],
+        settings: Mapping[str, Any],
         operation: str,
         *,
         contents: Mapping[str, str] | None = None,
@@ -66,14 +66,14 @@ class RunFolder:
     ):
         self.folder = folder
         # tells later commands which command the folder belongs to
-        self.facts = {"command": operation, **facts}
+        self.settings = {"command": operation, **settings}
         if contents is not None:
-            self.facts["contents"] = dict(contents)
+            self.settings["contents"] = dict(contents)
         self.checkpoints = folder / checkpoints
         self.may_change = may_change
         self.results = results
         self.fresh = bool(fresh)
-        self._instead = "or name another folder"
+        self._instead = "or choose another folder"
         if fresh is not None:
             self._instead = f"start over with --fresh (fresh=True in Python), {self._instead}"
         self._to = f"{operation} to {folder}"
@@ -82,7 +82,7 @@ class RunFolder:
         self._signed: Path | None = None
 
     def __enter__(self) -> Self:
-        """Lock the folder and compare the facts."""
+        """Lock the folder, and check that its recorded settings match this run's."""
         if int(os.environ.get("RANK", "0")):  # torchrun sets RANK
             return self
         make_folder(self.folder, self._operation)
@@ -92,12 +92,12 @@ class RunFolder:
             self._lock = FolderLock(path, _LOCK, created=True)
         except BlockingIOError:
             raise OutputError(
-                f"{self._to}: another run is writing it now{holder_of(path / _LOCK)}"
+                f"{self._to}: another run is writing to it now{holder_of(path / _LOCK)}"
             ) from None
         except (NotOursError, OSError) as error:
             reason = getattr(error, "strerror", None) or "it is not a folder"
             raise OutputError(
-                f"{self._to}: the folder cannot be locked ({reason}); name another folder"
+                f"{self._to}: the folder cannot be locked ({reason}); choose another folder"
             ) from error
         try:
             with writing(self._to):
@@ -113,11 +113,11 @@ class RunFolder:
         return self
 
     def _check(self) -> None:
-        """Raise an error if the folder belongs to another command, or to a run with other facts."""
+        """Raise an error if the folder holds a run of another command, or with other settings."""
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise OutputError(
                 f"{self._to}: {self.checkpoints} is a file, expected a folder of checkpoints or "
-                "none; name another folder"
+                "none; choose another folder"
             )
         before = self.read()
         written = [self.folder / name for name in self.results]
@@ -126,27 +126,27 @@ class RunFolder:
         if before is None and written:
             raise OutputError(
                 f"{self._to}: expected a new folder or the folder of a run, got one with "
-                f"{written[0].name} and no {_FACTS}; name another folder"
+                f"{written[0].name} and no {_FILE}; choose another folder"
             )
         # files of another command, or of another library, are not ours to remove
         if before is not None and before.get("command") != self._operation:
             raise OutputError(
                 f"{self._to}: expected a new folder or the folder of a run of {self._operation}, "
-                f"got one whose {_FACTS} belongs to {before.get('command', 'something else')}; "
-                "name another folder"
+                f"got one whose {_FILE} belongs to {before.get('command', 'something else')}; "
+                "choose another folder"
             )
         if before is not None and not self.fresh:
             self._compare(before)
 
     def _take(self) -> None:
-        """Remove what an earlier run left, if this run is fresh, and write the facts."""
-        is_new = not (self.folder / _FACTS).exists()
+        """Record this run's settings; if it starts over, first remove the earlier run's files."""
+        is_new = not (self.folder / _FILE).exists()
         if self.fresh and not is_new:
             checkpoints = checkpoints_in(self.checkpoints)
             for path in (self.checkpoints, *checkpoints):
                 if path.is_symlink():  # its target may belong to anybody
                     raise OutputError(
-                        f"{self._to}: {path} is a link; remove it, or name another folder"
+                        f"{self._to}: {path} is a link; remove it, or choose another folder"
                     )
             results = [self.folder / name for name in self.results]
             # a folder among the results, such as a model, stays until the next one replaces it
@@ -157,40 +157,41 @@ class RunFolder:
             self.update()
 
     def update(self) -> None:
-        """Write this run's facts to ``run.json``."""
+        """Write this run's settings to ``run.json``."""
         if int(os.environ.get("RANK", "0")):
             return
-        write_json(self.folder / _FACTS, self.facts, self._operation)
+        write_json(self.folder / _FILE, self.settings, self._operation)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the facts in ``run.json``, or None if there is no such file.
+        """Return the settings in ``run.json``, or None if there is no such file.
 
         Raises:
             ValueError: The file cannot be read.
         """
-        path = self.folder / _FACTS
+        path = self.folder / _FILE
         if not path.exists():
             return None
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
+            settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            facts = error
-        if not isinstance(facts, dict):
+            settings = error
+        if not isinstance(settings, dict):
             raise ValueError(
-                f"{self._operation}: expected a JSON object in {path}, got {_shortened(facts)}; "
-                "restore the file, or name another folder"
+                f"{self._operation}: expected a JSON object in {path}, got {_shortened(settings)}; "
+                "restore the file, or choose another folder"
             )
-        return facts
+        return settings
 
     def _compare(self, before: Mapping[str, Any]) -> None:
         earlier = _flatten(before)
-        now = _flatten(json.loads(json.dumps(self.facts)))  # as run.json has them: tuples as lists
+        # as run.json has them: tuples as lists
+        now = _flatten(json.loads(json.dumps(self.settings)))
         different = [
             name
             for name in dict.fromkeys((*now, *earlier))
             if name not in self.may_change
             and now.get(name) != earlier.get(name)
-            and name.partition(".")[0] in self.facts  # otherwise it is a note that the user made
+            and name.partition(".")[0] in self.settings  # otherwise it is a note that the user made
         ]
         settings = [
             f"{name} is {_shortened(earlier.get(name))} there, got {_shortened(now.get(name))}"
@@ -233,10 +234,10 @@ class RunFolder:
             raise failed from error
 
 
-def _flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts without mappings: ``{"a": {"b": 1}, "c": {}}`` becomes ``{"a.b": 1}``."""
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without mappings: ``{"a": {"b": 1}, "c": {}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
-    for name, value in facts.items():
+    for name, value in settings.items():
         if isinstance(value, dict):
             flat |= {f"{name}.{inner}": fact for inner, fact in _flatten(value).items()}
         else:

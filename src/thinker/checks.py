@@ -37,12 +37,12 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
     if config.symbols != symbols:
         raise ValueError(
             f"{operation}: expected a task with the symbols that the model was made for, "
-            f"{config.symbols!r:.100}, got {symbols!r:.100} (None: not a RowsTask)"
+            f"{config.symbols!r:.100}, got {symbols!r:.100} (None means: not a RowsTask)"
         )
 
 
 def check_kind(tokens: object, mask: object) -> None:
-    """Check that tokens are a tensor, and the mask is one or None."""
+    """Check that tokens are a tensor, and that the mask is a tensor or None."""
     if not isinstance(tokens, Tensor):
         raise ValueError(
             f"LatentThinker: tokens are a {type(tokens).__name__}; expected a tensor of ids (B, L)"
@@ -69,16 +69,16 @@ def check_tokens(
         else:
             hint = ""
         raise ValueError(
-            f"LatentThinker: mask has shape {list(mask.shape)}, tokens {list(tokens.shape)}; "
-            f"expected the same{hint}"
+            f"LatentThinker: mask has shape {list(mask.shape)} and tokens have shape "
+            f"{list(tokens.shape)}; expected equal shapes{hint}"
         )
     if tokens.shape[1] > config.max_input_length:
         hint = ""
         if tokens.shape[0] <= config.max_input_length:
             hint = "; if these are time first, (L, B), transpose them"
         raise ValueError(
-            f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}, so L is "
-            f"{tokens.shape[1]}; expected at most max_input_length, {config.max_input_length}{hint}"
+            f"LatentThinker: tokens have shape {list(tokens.shape)}; expected (B, L) with L of at "
+            f"most {config.max_input_length} (max_input_length){hint}"
         )
     if config.mixer == "mlp":
         _check_places(config, tokens, mask if values else None)
@@ -95,7 +95,7 @@ def check_tokens(
 
 
 def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:
-    """Check that there is a token at each position that the MLP mixes."""
+    """Check that each row fills all ``max_input_length`` positions, as the MLP mixer requires."""
     if tokens.shape[1] != config.max_input_length:
         raise ValueError(
             f"LatentThinker: tokens (B, L) have shape {list(tokens.shape)}; expected L of exactly "
@@ -106,7 +106,7 @@ def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) ->
 
 
 def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:
-    """Check the shape of embeddings, that there are no tokens, and that positions need none."""
+    """Check the shape of embeddings, and that neither tokens nor aligned positions are used."""
     if tokens is not None:
         raise ValueError("LatentThinker: got input_ids and inputs_embeds, expected one of them")
     if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size:

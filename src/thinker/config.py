@@ -241,7 +241,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether the latents start from the input's tokens and are the answer."""
+        """Return whether latents start from the input's tokens and the answer is read at them."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:

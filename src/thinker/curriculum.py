@@ -275,7 +275,7 @@ class CurriculumDataset(IterableDataset):
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether the task has fixed rows of which some of this length are held out.
+        """Return whether the task has fixed rows of this length, at least one of them held out.
 
         Without a holdout, and beyond the schedule's lengths, all fixed rows count as held out. The
         result is False if the task draws its inputs.
@@ -377,8 +377,8 @@ class CurriculumDataset(IterableDataset):
                 pairs = zip(before, value, strict=True)
                 before, value = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"CurriculumDataset: the state has {name} {before}; expected {value}, as this data "
-                "set has"
+                f"CurriculumDataset: the state was saved with {name}={before}; expected "
+                f"{name}={value}, as in this data set"
             )
         self.step = state["step"]
         self.state = torch.tensor(state["state"], dtype=torch.float64)

@@ -44,7 +44,7 @@ class HoldOut:
         self._limits = self._limits_of(math.ceil(share * _HASHES))
 
     def _limits_of(self, limit: int) -> Tensor:  # (longest + 1,)
-        """Return, for each length, the number below which hashes of held-out inputs are."""
+        """Return, for each length, the hash below which an input is held out."""
         limits = torch.full_like(self.lengths, limit, dtype=torch.long)
         if not self.is_given:
             return limits
@@ -67,7 +67,7 @@ class HoldOut:
         return None if rows is None else rows.map(lambda column: column.to(self.lengths.device))
 
     def _hashed(self, sample: Sample) -> Tensor:  # (B,)
-        """Return a number below `_HASHES` for each row."""
+        """Return a hash of each row, from 0 to `_HASHES` - 1."""
         if sample.key is None:
             word = row_key(sample.tokens, sample.mask, self._words)
         else:

@@ -16,7 +16,7 @@ from .memory import KeysValues
 
 
 def make_norm(config: ThinkerConfig) -> nn.LayerNorm:
-    """Return a layer norm.
+    """Return a layer norm of the model's width, without a bias.
 
     On a CPU it is one kernel, whereas torch composes an RMS norm of several.
     """

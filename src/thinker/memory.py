@@ -128,8 +128,8 @@ class StaticMemory(Memory):
         # a newer memory has been written after the end of this one
         if self.filled != self.room.filled:
             raise ValueError(
-                'LatentThinker: an earlier call continued from this carry, and memory="static" was '
-                'written in place; expected the newest carry, or memory="grow"'
+                "LatentThinker: this carry is out of date, because an earlier call continued from "
+                'it and wrote memory="static" in place; expected the newest carry, or memory="grow"'
             )
         end = self.filled + n
         if end > self.room.layers[0][0].shape[2]:

@@ -204,8 +204,8 @@ class Positions(nn.Module):
         if places.drawn is not None:
             if out_len > len(places.drawn):
                 raise ValueError(
-                    f"LatentThinker: out_len is {out_len}, but {len(places.drawn)} positions were "
-                    f"drawn; expected encode(..., out_len={out_len})"
+                    f"LatentThinker: out_len is {out_len}, but the input was encoded for at most "
+                    f"{len(places.drawn)} answer positions; call encode(..., out_len={out_len})"
                 )
             index = places.drawn[index]
         if self.config.positions not in SHARED:

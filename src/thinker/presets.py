@@ -223,7 +223,7 @@ def scan(**fields: Any) -> Preset:
 
 
 def exchange(**fields: Any) -> Preset:
-    """Return the preset for answers that neighboring tokens compute by looking both ways.
+    """Return the preset for tasks in which neighbors exchange information in both directions.
 
     Examples: sorting and reversing with ``by_step=True``, where each step has its own answer;
     cellular automata.

@@ -123,7 +123,7 @@ class Frontier(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Schedule):
-    """A schedule that raises the longest length when answers are right, and lowers it when wrong.
+    """A schedule that raises the longest length at high accuracy and lowers it at low accuracy.
 
     The longest length in use is called the frontier. It stays the same while the accuracy at that
     length is between ``retreat`` and ``threshold``.
@@ -149,18 +149,18 @@ class Progressive(Schedule):
         _share("Progressive", self.share)
         if not 0 <= self.retreat < self.threshold <= 1:
             raise ValueError(
-                f"Progressive: retreat {self.retreat}, threshold {self.threshold}; expected 0 <= "
-                "retreat < threshold <= 1"
+                "Progressive: expected 0 <= retreat < threshold <= 1, got "
+                f"retreat={self.retreat} and threshold={self.threshold}"
             )
         if not self.min_length <= self.first <= self.max_length or self.grow < 1:
             raise ValueError(
-                f"Progressive: start {self.first}, grow {self.grow}; expected min_length to "
-                "max_length for start, and 1 or more for grow"
+                "Progressive: expected start from min_length to max_length, and grow of 1 or more, "
+                f"got start={self.first} and grow={self.grow}"
             )
 
     @property
     def first(self) -> int:
-        """The first frontier."""
+        """The longest length at the start of training."""
         if self.start is None:
             return self.min_length
         return self.start
@@ -170,7 +170,7 @@ class Progressive(Schedule):
         return [float(self.first), 0.0, 0.0]
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """Return the frontier."""
+        """Return the longest length in use."""
         return float(state[0])
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class Dynamic(Schedule):
             )
 
     def initial(self) -> list[float]:
-        """Return the first error rate of each length from 0 to ``max_length``: 1."""
+        """Return an initial error rate of 1 for each length from 0 to ``max_length``."""
         return [1.0] * (self.max_length + 1)
 
     def _weights(self, state: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def solve(
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
 ) -> Solutions:
-    """Compute a trained model's answers to your inputs; each input stops by the exit rule.
+    """Compute a trained model's answers to inputs; an exit rule decides when each one is done.
 
     Args:
         model: A trained model.

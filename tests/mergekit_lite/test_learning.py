@@ -317,7 +317,7 @@ def test_the_command_does_as_the_function(folder, capsys):
     assert "not empty" in capsys.readouterr().err
     with RunFolder(folder / "fourth.training", {}, "learn"):
         assert main(["learn", "fourth", *words]) == 1
-    assert f"another run is writing it now (process {os.getpid()}" in capsys.readouterr().err
+    assert f"another run is writing to it now (process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_rows_in_memory_and_names_that_are_alike(folder):

@@ -184,7 +184,7 @@ def test_another_users_folder_is_not_ours(tmp_path, monkeypatch):
 
 def test_two_runs_at_once(tmp_path):
     with NewFolder(tmp_path / "m", "save") as new:
-        with pytest.raises(OutputError, match="another run is writing it now"):
+        with pytest.raises(OutputError, match="another run is writing to it now"):
             save(tmp_path / "m")
         (new.folder / "a").write_text("first")
     assert (tmp_path / "m" / "a").read_text() == "first"
@@ -441,7 +441,7 @@ def test_more_that_is_refused_before_work_starts(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match=message):
             check_new(tmp_path / name, "merge")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
-    with pytest.raises(OutputError, match="or a mount point; name a folder inside it"):
+    with pytest.raises(OutputError, match="or a mount point; choose a folder inside it"):
         check_new(tmp_path / "mount", "merge")
 
 

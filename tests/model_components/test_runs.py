@@ -111,7 +111,7 @@ def test_the_second_of_two_runs_says_which_process_has_the_folder(tmp_path):
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "open\n"
-        message = rf"another run is writing it now \(process {holder.pid} on .+\)$"
+        message = rf"another run is writing to it now \(process {holder.pid} on .+\)$"
         with pytest.raises(OutputError, match=message), open_run(tmp_path / "run", {}):
             pass
         holder.kill()
@@ -221,7 +221,7 @@ class Runs(RuleBasedStateMachine):
             self.folder, {"seed": seed}, checkpoints="steps", results=("done",), fresh=fresh
         )
         if self.open is not None:
-            self.refused(run, "another run is writing it now")
+            self.refused(run, "another run is writing to it now")
         elif self.facts not in (None, {"seed": seed}) and not fresh:
             self.refused(run, "seed is")
         else:

@@ -54,7 +54,7 @@ def test_train_resume_and_evaluate(tmp_path, capsys):
     assert "seed is 0 there" in capsys.readouterr().err
     with RunFolder(out, {}, "think train", may_change=tuple(read_json(out, "run.json"))):
         assert main(["think", "train", "copy", *options, "--iterations", "30"]) == 1
-    assert "another run is writing it now" in capsys.readouterr().err
+    assert "another run is writing to it now" in capsys.readouterr().err
     # as a kill leaves it, while it is written
     for checkpoint in (out / "checkpoints").glob("checkpoint-*"):
         (checkpoint / "thinker_state.pt").unlink()

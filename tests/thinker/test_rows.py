@@ -252,7 +252,9 @@ def test_a_stopped_training_of_a_preset_goes_on(tmp_path):
     again = preset.trainer(preset.thinker(data), data, tmp_path, max_steps=50, use_cpu=True)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 50
-    with pytest.raises(ValueError, match=r"expected a Task, such as RowsTask\(rows\) .* got 'rows.csv'"):
+    with pytest.raises(
+        ValueError, match=r"expected a Task, such as RowsTask\(rows\) .* got 'rows.csv'"
+    ):
         preset.data("rows.csv")
 
 

@@ -61,8 +61,8 @@ class LikelihoodGain:
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if most is not None and len(before) + len(answer) > most:
             raise ValueError(
-                f"LikelihoodGain: expected at most {most} tokens (the model's positions), got "
-                f"{len(before)} of prompt and {len(answer)} of answer"
+                f"LikelihoodGain: expected at most {most} tokens (the model's context length), got "
+                f"{len(before)} in the prompt and {len(answer)} in the answer"
             )
         ids = torch.tensor([[*before, *answer]], device=next(self.model.parameters()).device)
         with evaluating(self.model):

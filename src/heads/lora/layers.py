@@ -46,7 +46,7 @@ _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 class LeanForward:
-    """A mixin that gives peft's LoRA layers a leaner forward.
+    """A mixin that gives peft's LoRA layers a forward with fewer steps and intermediate tensors.
 
     This forward adds the updates to the output in place where possible. Calls that it does not
     support run peft's own forward; see `route`. Everything else is inherited from peft: parameters,
@@ -205,7 +205,7 @@ def inject_(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence two warnings.
+    """Silence two harmless warnings, on ``fan_in_fan_out`` and on a deprecated name.
 
     The first is about ``fan_in_fan_out``, which peft corrects by itself. The second is about the
     deprecated name ``is_gradient_checkpointing``.

@@ -210,7 +210,7 @@ class Judge(CompleteModel):
 
 
 def _average_columns(a: Tensor, b: Tensor, columns: Any) -> tuple[Tensor, Tensor]:
-    """Return copies of ``a`` and ``b``, with their mean in both for these columns."""
+    """Return copies of ``a`` and ``b`` whose given columns are replaced by the mean of the two."""
     a = a.clone()
     b = b.clone()
     a[:, columns] = b[:, columns] = (a[:, columns] + b[:, columns]) / 2

@@ -122,7 +122,7 @@ def plain(value: object) -> Any:
 
 
 def sound(name: str, text: str) -> str:
-    """Check that UTF-8, which tokenizers need, can encode a text; return the text.
+    """Check that a text can be encoded as UTF-8, as tokenizers require, and return it.
 
     Raises:
         ValueError: The text has a lone surrogate.

@@ -188,14 +188,14 @@ def encoder_parts(encoder: PreTrainedModel, what: str) -> list[tuple[str, nn.Mod
     kind, _, count = str(what).partition(":")
     if kind != "bottom" or not count.isdigit():
         raise ValueError(
-            f"freeze_: what is {what!r}, expected 'all', 'embeddings', 'none' or 'bottom:N' with a "
-            "number N of layers"
+            "freeze_: expected what to be 'all', 'embeddings', 'none' or 'bottom:N' (the lowest N "
+            f"layers), got {what!r}"
         )
     name, layers = encoder_layers("freeze_", encoder, "'all', 'embeddings' or 'none'")
     if not 0 < int(count) <= len(layers):
         raise ValueError(
-            f"freeze_: what is {what!r}, expected 'bottom:N' with N from 1 to {len(layers)}, the "
-            f"number of layers of {type(encoder).__name__}"
+            f"freeze_: expected 'bottom:N' with N from 1 to {len(layers)}, the number of layers of "
+            f"{type(encoder).__name__}, got {what!r}"
         )
     return parts + [(f"{name}.{k}", layers[k]) for k in range(int(count))]
 

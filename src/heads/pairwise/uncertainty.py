@@ -155,7 +155,7 @@ def fit_uncertainty_(
 
 
 def _least_sure(losses: Tensor) -> int:  # (choices, P)
-    """Return the index of the first choice whose mean loss counts as equal to the lowest.
+    """Return the index of the first choice whose mean loss is not clearly above the lowest.
 
     See `EQUAL`.
     """

@@ -100,8 +100,8 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
     is_of_tokens = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.dim() == 2
     if is_of_tokens and mask.shape != ids.shape:
         raise ValueError(
-            f"{operation}: attention_mask has shape {list(mask.shape)}, expected that of "
-            f"input_ids, {list(ids.shape)}"
+            f"{operation}: attention_mask has shape {list(mask.shape)}, expected "
+            f"{list(ids.shape)}, the shape of input_ids"
         )
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:
@@ -147,8 +147,8 @@ def check_float64(operation: str, model: nn.Module) -> None:
         torch.empty(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{operation}: the device {device} has no float64, in which weights are fitted, "
-            "expected a model on another device, such as the CPU"
+            f"{operation}: weights are fitted in float64, which the device {device} does not "
+            "support; expected a model on another device, such as the CPU"
         ) from error
 
 

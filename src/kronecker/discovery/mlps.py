@@ -259,7 +259,7 @@ def _runs(
 
 
 def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
-    """Return the MLPs of which a layer may be the last layer, the likeliest first.
+    """Return candidate MLPs that end with the given layer, the likeliest first.
 
     Their other layers are the one or two that ran just before this layer.
     """
@@ -295,7 +295,7 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test several MLPs in one forward pass; return those confirmed, and whether halves agree.
+    """Test MLPs in one pass; return those confirmed, and whether only they read their neurons.
 
     The batch has two equal halves, and each MLP is tested in the second one. At the first token,
     some outputs of the up layers are changed: the last layer's input must change at their neurons

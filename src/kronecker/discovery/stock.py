@@ -1,4 +1,4 @@
-"""Find the config with which a smaller model is a stock model of its family."""
+"""Find the config from which a model's own class builds its smaller version."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stock_config(
 
 
 def _differing(cls: type[PreTrainedModel], config: PretrainedConfig, wanted: Shapes) -> str:
-    """Return the name and the new shape of the first parameter that has another shape so far."""
+    """Describe the first parameter that does not yet have its new shape, for an error message."""
     try:
         shapes = parameter_shapes(empty(cls, config))
     # a config with shorter lists but the old number of blocks may not build a model

@@ -111,8 +111,8 @@ def smallest_stock(
         shapes = parameter_shapes(empty(type(model), config))
     if wrong := next((n for n, s in shapes.items() if n in state and state[n].shape != s), None):
         raise ValueError(
-            f"fold: {wrong} has lost neurons, and its MLP cannot be found without running the "
-            f"model; expected batch= with arguments to run {type(model).__name__}"
+            f"fold: {wrong} belongs to a pruned MLP that can be found only by running the model; "
+            f"expected batch= with arguments to run {type(model).__name__}"
         )
     return dict(state), config
 

@@ -118,7 +118,7 @@ class SmallerLinear(SmallerWeight):
         return super()._apply(fn, recurse)
 
     def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
-        """Run the original layer beside the factors, or stop running it.
+        """Attach the original layer, to run alongside the factors, or detach it.
 
         Args:
             original: The original layer, which is frozen, or None to run the factors alone.
@@ -151,7 +151,7 @@ class SmallerLinear(SmallerWeight):
 
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Return a config's ``init`` for an ``init`` of from_linear, and check that ``inputs`` fit."""
+    """Translate from_linear's ``init`` to a config's, and check that it matches ``inputs``."""
     # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)

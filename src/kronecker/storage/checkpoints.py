@@ -270,7 +270,7 @@ def model_class(name: str, operation: str) -> type[PreTrainedModel]:
     cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(
-            f"{operation}: {name!r} is not a model class of transformers, expected one"
+            f"{operation}: expected the name of a transformers model class, got {name!r}"
         )
     return cls
 

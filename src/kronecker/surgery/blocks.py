@@ -123,8 +123,8 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
         influence = 1 - float(torch.cat(cosines).mean())
         if not math.isfinite(influence):
             raise ValueError(
-                f"prune_: the influence of {block.name} is {influence}, expected finite hidden "
-                "states of calibration tokens that are not all padding"
+                f"prune_: the influence of {block.name} is {influence}; expected finite hidden "
+                "states, and calibration data that is not all padding"
             )
         influences.append(influence)
         states = outputs
@@ -134,7 +134,7 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 def config_with_blocks(
     model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 ) -> PretrainedConfig:
-    """Return the model's config for the blocks ``stay``, with their entries of per-block lists."""
+    """Return the model's config with only the blocks ``stay``, also in its per-block lists."""
     config = copy.deepcopy(model.config)
     for name, value in model.config.to_dict().items():
         # such as Gemma 3's layer_types, which lists the kind of attention of each block; a list of
@@ -186,9 +186,9 @@ def new_places(
             # scale of attention
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
-                    f"prune_: {key} of {name} is {before}, and would become {after} when the block "
-                    f"becomes {renamed}, expected blocks that do not depend on their index; drop "
-                    "neurons instead"
+                    f"prune_: expected blocks that do not depend on their index, but {key} is "
+                    f"{before} in {name} and would become {after} as {renamed}; use a method other "
+                    "than 'blocks'"
                 )
             changes.append((module, key, after))
     return changes

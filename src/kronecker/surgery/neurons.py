@@ -84,7 +84,7 @@ def _experts_part(name: str, module: nn.Module) -> PrunablePart:
 def neurons_to_keep(
     model: nn.Module, parts: Sequence[PrunablePart], config: PruneConfig
 ) -> dict[str, int]:
-    """Return how many hidden neurons each part keeps, at equal shares."""
+    """Return how many hidden neurons each part keeps if all keep the same fraction."""
     units = _units(parts, config)
     if config.size is None:
         return {p.name: config.neurons(p.count, units[p.name]) for p in parts}
@@ -97,9 +97,9 @@ def neurons_to_keep(
     least = (total - neurons + sum(p.per_neuron for p in parts)) / total
     if config.size < least:
         raise ValueError(
-            f"prune_: size is {config.size}, expected {rounded_up(least)} to 1 for "
-            f"{type(model).__name__}, of whose parameters {neurons / total:.0%} belong to neurons "
-            "of MLPs and can be dropped; to shrink embeddings, call convert_ with LowRankConfig"
+            f"prune_: size is {config.size}, expected {rounded_up(least)} to 1, because only MLP "
+            f"neurons can be dropped, which have {neurons / total:.0%} of the parameters of this "
+            f"{type(model).__name__}; to shrink embeddings, call convert_ with LowRankConfig"
         )
     # only hidden neurons are dropped, and every part keeps the same share of them
     share = 1 - (total - budget) / neurons
@@ -109,8 +109,8 @@ def neurons_to_keep(
     if total - gone > budget:
         least = rounded_up((total - gone) / total)
         raise ValueError(
-            f"prune_: size is {config.size}, expected {least} or more, because numbers of neurons "
-            "are rounded to multiples"
+            f"prune_: size is {config.size}, expected {least} or more, because the number of "
+            "neurons is rounded to a multiple (see PruneConfig.multiple_of)"
         )
     return keep
 
@@ -205,7 +205,7 @@ def _rounded_down(neurons: float, count: int, unit: int) -> int:
 
 
 def rounded_up(share: float) -> float:
-    """Return a share rounded up to three digits.
+    """Return a share rounded up to three decimal places.
 
     >>> rounded_up(0.70401)
     0.705

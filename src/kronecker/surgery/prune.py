@@ -199,8 +199,8 @@ def prune_(
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
     if config.allocate == "uniform" and (smaller := resized(model)):
         raise ValueError(
-            f"prune_: {next(iter(smaller))} has lost neurons already, expected "
-            "allocate='influence' for a model whose config does not describe its MLPs' sizes"
+            f"prune_: {next(iter(smaller))} is already pruned to a size that the model's config "
+            "does not describe; expected allocate='influence' for such a model"
         )
     prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
     before = num_parameters(model)
@@ -406,7 +406,7 @@ def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
         else:
             sizes = ""
         raise ValueError(
-            f"prune_: all {count} {what} would stay at a keep of {config.share:.1%}, expected a "
+            f"prune_: a keep of {config.share:.1%} would keep all {count} {what}, expected a "
             f"smaller keep{sizes}"
         )
 

@@ -111,7 +111,7 @@ class KroneckerTrainer(StepTrainer):
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | int | None:
-        """Return the number of items of a step; without labels, that of tokens but padding."""
+        """Return the number of items in a step; without labels, count tokens except padding."""
         items = super()._get_num_items_in_batch(batch_samples, device)
         # the logits of other models may be of whole sequences
         of_tokens = self.unwrapped().can_generate() and not _has_two_sides(self.unwrapped())

@@ -176,8 +176,8 @@ def _method(name: str) -> MergeMethod | None:
     if name in METHODS and name not in fitting:
         choices = ", ".join(sorted(["cat", *fitting]))
         raise ValueError(
-            f"merge_adapters: {name} needs the base's weights, or changes of full rank; expected "
-            f"one of {choices}"
+            f"merge_adapters: expected one of {choices}, got {name}, which needs the base's "
+            "weights or full-rank changes, and adapters have neither"
         )
     return get_method(name)
 
@@ -260,11 +260,11 @@ def _problems_of(adapter: Adapter) -> list[str]:
     if adapter.replaced:
         name = next(iter(adapter.replaced))
         problems.append(
-            f"adapter {adapter.folder}: replaces {name}, which has no factors; merge the whole "
-            "models with merge_models"
+            f"adapter {adapter.folder}: expected only LoRA factors, got a full copy of {name}; "
+            "merge the whole models with merge_models"
         )
     if not adapter.pairs:
-        problems.append(f"adapter {adapter.folder}: expected factors of a module, got none")
+        problems.append(f"adapter {adapter.folder}: expected LoRA factors (A and B), got none")
     if any(pair.embedding for pair in adapter.pairs.values()):
         problems.append(
             f"adapter {adapter.folder}: changes an embedding; merge the whole models with "

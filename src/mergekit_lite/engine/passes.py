@@ -78,7 +78,7 @@ def _aligned(rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True)
 class Kept:
-    """A description for kernels of the elements of the task vectors that a method keeps.
+    """The task vector elements that a method keeps, in a form that kernels can use.
 
     Args:
         kind: ``ALL``, ``TRIM``, ``MIDDLE``, ``DRAW`` or ``CHOSEN``.

@@ -1,4 +1,4 @@
-"""The programs of the merge methods that have kernels.
+"""Merge methods written as passes of compiled kernels over the blocks of a tensor.
 
 A program is a function of a tensor and its method's parameters. It may first compute dot products,
 thresholds or norms in passes over all blocks. It returns the function that computes a block of the

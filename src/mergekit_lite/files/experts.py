@@ -68,7 +68,7 @@ def stacked(source: Source) -> Source:
 
 
 def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
-    """Return the stored tensors of each tensor in the merge, by name; several for a stack."""
+    """Map each tensor of the merge to its tensors in the files: one, or several for a stack."""
     renamed = RENAMED.get(str(source.config.get("model_type")), ())
     gates = {name for name in source.tensors if name.endswith(".gate_proj.weight")}
     found: dict[str, tuple[TensorInfo, ...]] = {}
@@ -101,7 +101,7 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
 
 
 def _members(match: re.Match[str], gates: set[str]) -> tuple[str, ...] | None:
-    """Return the matrices in the stack of an expert's matrix, or None if no stack holds it."""
+    """Return the names of the matrices stacked with an expert's matrix, or None if not stacked."""
     gate = f"{match['before']}.{match['number']}.gate_proj.weight"
     for members in STACKS if gate in gates else {**UNGATED, **STACKS}:
         if match["matrix"] in members:

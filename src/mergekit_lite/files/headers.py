@@ -216,7 +216,7 @@ def stem_of(folder: Path) -> str | None:
 
 
 def read_index(index: Path) -> dict[str, set[str]]:
-    """Return the names of the tensors that an index places in each file; all files exist."""
+    """Return the names of the tensors in each file of an index; check that the files exist."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(

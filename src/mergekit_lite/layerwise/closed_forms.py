@@ -81,7 +81,7 @@ def merge_by_inputs(
 
 
 class ClosedForm(NamedTuple):
-    """A data-driven method.
+    """A data-driven merge method: its formula, and which inputs of layers it uses.
 
     Attributes:
         merge: The function that computes the merged weight from the models' weights and statistics.

@@ -62,7 +62,7 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """Return, for each model, the weights that its data use outside the blocks.
+        """Return, for each model, the weights outside the blocks to use when its data are run.
 
         They are the model's own weights or, if the method uses inputs in the merged model, the
         averages of all models' weights.
@@ -190,7 +190,7 @@ class BlockMerge:
         return self.form.merge(weights, seen, **options).contiguous()
 
     def _values(self, name: str) -> list[Tensor]:
-        """Return the parameter of a name from every model."""
+        """Return every model's parameter with the given name."""
         return [self.skeleton.parameter(source, name) for source in self.sources]
 
     def _average(self, values: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
     except ValueError as error:
         raise ValueError(f"{OPERATION}: {field}: {error}") from error
     if method.base == "required" and base is None:
-        raise ValueError(f"{OPERATION}: {field} has {name}, expected a base, got none")
+        raise ValueError(f"{OPERATION}: expected a base, as {name} in {field} requires, got none")
     # weight may be required, because `_merge` gives every model the weight 1
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:

@@ -105,8 +105,8 @@ def learn_merge(
     if config.train != "masks" and teachers.output_head() is None:
         raise ValueError(
             f"{OPERATION}: train is {config.train!r}, expected 'masks' for a "
-            f"{type(teachers.model).__name__}, whose logits are more than the head's product with "
-            "the hidden states"
+            f"{type(teachers.model).__name__}, which does more than apply the head to its hidden "
+            "states (for example, it scales or caps the logits)"
         )
     training = path.with_name(f"{path.name}.training")
     contents = {task.name: task.hash for task in tasks}
@@ -431,9 +431,9 @@ def _fix_embedding_and_head(merger: Merger) -> None:
             layer.masks.requires_grad_(False)
     if not merger.trained_masks():
         raise ValueError(
-            f"{OPERATION}: expected components that differ from the starting merge in weights "
-            "other than the embedding and the head, whose masks are not trained, got components "
-            "that do not"
+            f"{OPERATION}: there are no masks to train, because the components differ from the "
+            "starting merge in no weights except the embedding and the head, whose masks are not "
+            "trained; expected components that differ in other weights"
         )
 
 

@@ -78,7 +78,7 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter's tensor, by each of its names."""
+    """Map each parameter name to the first name of the same (tied) tensor."""
     first: dict[int, str] = {}
     return {
         n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)

@@ -56,9 +56,9 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
     )
     if not fits or masks.shape[0] != len(weights):
         raise ValueError(
-            f"{operation}: masks have shape {list(masks.shape)}, expected {len(weights)} and then "
-            f"{len(shape)} sizes that are 1 or the weight's, for {len(weights)} weights of shape "
-            f"{list(shape)}"
+            f"{operation}: masks have shape {list(masks.shape)}, expected a first dimension of "
+            f"{len(weights)} (one mask per weight), and the others equal to 1 or to the weights' "
+            f"shape, {list(shape)}"
         )
 
 

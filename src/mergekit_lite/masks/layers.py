@@ -237,7 +237,7 @@ class MaskedLayer(nn.Module):
         return self.components[-1 if self.over_base else 0]
 
     def frozen(self, name: str) -> list[Tensor]:
-        """Return the parameter of a name of every component, and last the base's, if any."""
+        """Return the named parameter of every component, ending with the base's, if any."""
         return [getattr(c, name) for c in self.components]
 
     def is_same(self, name: str) -> bool:

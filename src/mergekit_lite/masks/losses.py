@@ -303,7 +303,7 @@ def _check_biases(
 
 
 def _check_head(heads: Sequence[Tensor] | None, masks: Tensor | None, head: Tensor | None) -> None:
-    """Raise an error if the student's head does not match the heads, or masks are given, too."""
+    """Raise an error if ``head`` does not match ``heads``, or is combined with ``masks``."""
     if head is None:
         return
     if heads is None:
@@ -330,8 +330,8 @@ def _checked_coefficients(
     absent = [k for k, teacher in enumerate(teachers) if teacher is None]
     if len(student) and absent:
         raise ValueError(
-            f"masked_kl: expected every teacher with coefficients={coefficients!r}, got None for "
-            f"teacher {absent[0]}"
+            f"masked_kl: expected a tensor for every teacher, as coefficients={coefficients!r} "
+            f"requires, got None for teacher {absent[0]}"
         )
     return coefficients
 
@@ -405,7 +405,8 @@ def _checked_shares(
     used = (coefficients > 0).any(0).tolist()
     if lost := [k for k in range(count) if used[k] and teachers[k] is None]:
         raise ValueError(
-            f"masked_kl: teacher {lost[0]} has coefficients above 0, expected its states, got None"
+            f"masked_kl: expected a tensor for teacher {lost[0]}, which has coefficients above 0, "
+            "got None"
         )
     return coefficients
 

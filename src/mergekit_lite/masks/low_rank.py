@@ -112,7 +112,7 @@ class LowRankMaskedLinear(MaskedLayer):
 
 
 def are_thin(components: Sequence[nn.Module], base: nn.Module) -> bool:
-    """Return whether all components are the base's layer, one or more with an adapter's factors.
+    """Return whether each component is the base's layer or adapts it, and at least one adapts it.
 
     Args:
         components: The components' layers under one module name.

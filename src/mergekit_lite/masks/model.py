@@ -388,9 +388,9 @@ class MaskedModel(nn.Module):
         same = torch.equal(logits_again, logits) and not changed
         if not same:
             warnings.warn(
-                f"Merger: {type(self.model).__name__} does more to its logits than one product "
-                "with the head, so the loss takes more memory: it needs whole tensors of shape "
-                "(tokens, vocabulary)",
+                f"Merger: {type(self.model).__name__} does more than apply the head to its hidden "
+                "states (for example, it scales or caps the logits), so the loss takes more "
+                "memory: it needs the full logits, of shape (tokens, vocabulary)",
                 stacklevel=2,
             )
         return same

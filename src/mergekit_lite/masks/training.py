@@ -54,7 +54,7 @@ class DistillTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return a batch's part of the loss, a mean over all positions of a training step.
+        """Return a batch's share of the loss; the loss is a mean over the whole training step.
 
         These are the supervised positions of all micro-batches and ranks.
         """
@@ -182,7 +182,7 @@ class MaskTrainer(DistillTrainer):
 
 
 def _check_mixture(data: TaskMixture, model: Merger) -> None:
-    """Raise an error for more tasks than components; warn about one without examples."""
+    """Raise an error if tasks outnumber components; warn if a component has no examples."""
     if len(data.datasets) > model.count:
         raise ValueError(
             f"MaskTrainer: expected at most one task per component ({model.count}), got "

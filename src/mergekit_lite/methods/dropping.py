@@ -113,7 +113,7 @@ def _sampled_by_magnitude(
     rescale: bool,
     noise: Noise,
 ) -> list[Tensor]:
-    """Return the task vectors with elements dropped at random, by their rank in the row."""
+    """Return the task vectors with elements dropped at random, smaller ones more often."""
     if min(density) >= 1:
         return deltas(tensors, base)
     remaining = []

@@ -164,7 +164,7 @@ class MergeMethod:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the engine of torch functions may merge a tensor in ranges of elements.
+        """Return whether the eager engine may split a tensor and merge the parts separately.
 
         A random method gets whole tensors, because its random numbers belong to the elements'
         positions in the whole tensor.
@@ -329,7 +329,7 @@ def merge_method(
 
 
 def get_method(name: str) -> MergeMethod:
-    """Return the merge method with a name.
+    """Return the merge method with the given name.
 
     Args:
         name: Its name in recipes.

@@ -110,7 +110,7 @@ def trimmed_count(n: int, density: float) -> int:
 
 
 def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
-    """Return how many of ``n`` changes are left without the smallest, and how many are outliers.
+    """Return how many of ``n`` changes to keep at first, and how many of these are outliers.
 
     Outliers are the largest changes. They are included in the first number, but dropped later.
     """

@@ -106,7 +106,7 @@ def missing_tensors(source: Source) -> list[str]:
 
 
 def layers_beyond(source: Source) -> list[str]:
-    """Return a list with a note if a model has more layers than its config says, else empty."""
+    """Return a list that has a note if a model has more layers than its config says."""
     config = text_config(source.config)
     count = layer_count(config)
     before, layers = _names_by_layer(source, config)
@@ -168,7 +168,7 @@ def _missing_in_layers(before: str, layers: Mapping[int, set[str]]) -> str | Non
 
 
 def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set[str]) -> bool:
-    """Return whether another layer has all of a layer's tensors, and more that most layers have.
+    """Return whether another layer has all of a layer's tensors, plus some that most layers have.
 
     If only keys and values are missing, the other layer must be a later one.
     """
@@ -183,7 +183,7 @@ def _is_torn(number: int, layers: Mapping[int, set[str]], nearly_everywhere: set
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Return the first of many names as text, for a message."""
+    """Join the first few names for a message, and mark that others were left out."""
     more = ", ..." if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

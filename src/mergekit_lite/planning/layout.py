@@ -61,7 +61,7 @@ def is_usual_list(before: str) -> bool:
 
 
 def layer_lists(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers of each list of layers, by the prefix of the list's names.
+    """Map the name prefix of each list of layers to its number of layers.
 
     A list counts only if it has a usual name or is the longest, because heads can be numbered, too.
 

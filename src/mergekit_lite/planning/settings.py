@@ -145,7 +145,7 @@ def settings_for(
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:
-    """Yield the name and the parameters of each level, and whether the level is a model."""
+    """Yield each parameter mapping of a recipe, with its name and whether it belongs to a model."""
     yield "parameters", recipe.parameters, False
     for entry in recipe.entries():
         yield f"parameters of {model_label(entry.model)}", entry.parameters, True

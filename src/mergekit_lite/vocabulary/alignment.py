@@ -33,7 +33,7 @@ _HEAD_BIAS = re.compile(r"(^|\.)(lm_head|cls\.predictions(\.decoder)?)\.bias$")
 
 
 def is_vocabulary_tensor(name: str) -> bool:
-    """Return whether a tensor's rows are tokens."""
+    """Return whether a tensor has one row per token, judging by its name."""
     return bool(EMBEDDING.search(name) or HEAD.search(name) or _HEAD_BIAS.search(name))
 
 
@@ -125,7 +125,7 @@ class Vocabulary:
 
 
 def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
-    """Add the tokens of ``new`` that ``tokens`` lacks, in place, with the rows after the last."""
+    """Add the tokens of ``new`` that ``tokens`` lacks, in place, as rows at the end."""
     free = max(tokens.values(), default=-1) + 1
     for token in new:
         if token not in tokens:
@@ -312,7 +312,7 @@ def _given_row(
         return None, ZERO
     if rule.model is None:
         if rule.force:
-            raise RecipeError(f"{where}: expected a source of the row, because of force, got none")
+            raise RecipeError(f"{where}: expected a source, which force: true requires, got none")
         return None, MEAN
     if model_key(rule.model) not in index:
         raise RecipeError(

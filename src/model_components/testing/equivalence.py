@@ -57,7 +57,7 @@ def check_equivalent(
     device: str | torch.device = "cpu",
     name: str = "check_equivalent",
 ) -> Judgment:
-    """Compare a fast function with its definition: the output and every gradient.
+    """Check that a fast function and its definition agree in the output and every gradient.
 
     Inputs are rounded to ``dtype`` once. The exact result is that of the reference in float64 on
     these inputs. The error budget is twice the error of the reference itself in the working dtype,

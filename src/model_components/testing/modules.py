@@ -104,8 +104,8 @@ def check_module(
     # even, because a behavior halves the batch; `exported` declares the same upper limit
     if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
         raise ValueError(
-            "check_module: expected inputs with one batch dimension of an even size, 4 or more, "
-            f"got shapes {[list(x.shape) for x in inputs]}"
+            "check_module: expected inputs with the same first dimension (the batch), even and at "
+            f"least 4, got shapes {[list(x.shape) for x in inputs]}"
         )
     chosen = list(BEHAVIORS if only is None else only)
     skipped = set(skip)

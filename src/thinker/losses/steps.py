@@ -105,7 +105,7 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """A loss only on answers that depend on tokens within reach.
+    """A loss that ignores answers that depend on tokens too far away for the steps taken.
 
     After t steps, tokens at most t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.
@@ -124,8 +124,8 @@ class Reach(StepLoss):
         super().__init__()
         if (grad_steps is not None and grad_steps < 1) or window < 2:
             raise ValueError(
-                f"Reach: grad_steps {grad_steps}, window {window}; expected 1 or more for "
-                "grad_steps, and 2 or more for window"
+                "Reach: expected grad_steps of 1 or more and window of 2 or more, got "
+                f"grad_steps={grad_steps} and window={window}"
             )
         self.grad_steps = grad_steps
         self.window = window
@@ -139,7 +139,7 @@ class Reach(StepLoss):
         """Raise an error if the model has another window."""
         if config.window != self.window:
             raise ValueError(
-                f"Reach: the loss has window={self.window}; expected the model's, {config.window}"
+                f"Reach: window is {self.window}; expected {config.window}, as in the model"
             )
 
     def supervised(

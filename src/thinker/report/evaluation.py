@@ -130,8 +130,8 @@ def evaluate_grid(
         )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
-            f"evaluate_grid: n_latents {list(n_latents)}, n_steps {list(n_steps)}, samples "
-            f"{samples}; expected 1 or more"
+            "evaluate_grid: expected non-empty n_latents and n_steps, and all numbers 1 or more, "
+            f"got n_latents={list(n_latents)}, n_steps={list(n_steps)}, samples={samples}"
         )
     _check_data("evaluate_grid", model, data)
     longest = data.schedule.max_length if length is None else length
@@ -194,8 +194,8 @@ def evaluate_steps(
         steps[int(length)] = sorted({int(number) for number in numbers})
     if not steps or not all(steps.values()) or min(map(min, steps.values())) < 1 or samples < 1:
         raise ValueError(
-            f"evaluate_steps: lengths and steps {steps}, samples {samples}; expected 1 or more of "
-            "each"
+            "evaluate_steps: expected one or more lengths, numbers of steps of 1 or more for each, "
+            f"and samples of 1 or more, got {steps} (steps by length) and samples={samples}"
         )
     longest = data.task.input_length(max(steps))
     if longest > model.config.max_input_length:

@@ -161,7 +161,7 @@ class Curves(Report):
         return ["% of right symbols / % of rows with every symbol right"]
 
     def remarks(self) -> list[str]:
-        """List lengths with few rows, and those at which the most steps are worse than fewer."""
+        """List lengths with few rows, and lengths at which fewer steps give better accuracy."""
         lines = []
         few = {}
         for length, cells in zip(self.lengths, self.cells, strict=True):

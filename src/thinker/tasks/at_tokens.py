@@ -18,7 +18,7 @@ def without_layout(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class AtTokens(Task):
-    """A task that lays out another task for a model with ``latent_init="tokens"``.
+    """A wrapper that adapts a task to models with ``latent_init="tokens"``.
 
     A row is a start token and the input. If the answer is not as long as the input, one blank token
     for each symbol of the answer follows. Labels are at the blanks, if there are any, and otherwise
@@ -91,7 +91,7 @@ class AtTokens(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The number of the wrapped task's ids, plus the start and the blank if they are used."""
+        """The number of the wrapped task's ids, plus the ids of start and blank tokens if used."""
         return self._start + (not self.grid) + self._blanks
 
     @property

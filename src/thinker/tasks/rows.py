@@ -252,9 +252,9 @@ def _have_spaces(texts: Sequence[str]) -> bool:
     spaced = [text for text in longer if any(map(str.isspace, text))]
     if spaced and len(spaced) < _FEW_SPACED * len(longer):
         raise ValueError(
-            f"RowsTask: expected spaces between the symbols of all texts, or in none, got "
+            "RowsTask: expected spaces between symbols in all texts or in none, got "
             f"{len(spaced)} of {len(longer)} texts with a space, such as {spaced[0]!r:.80}; remove "
-            "the space, or give lists of symbols"
+            "the spaces, or pass lists of symbols"
         )
     return bool(spaced)
 

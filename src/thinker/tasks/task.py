@@ -114,7 +114,7 @@ def make_task(name: str, **options: object) -> Task:
     try:
         return TASKS[name](**options)
     except TypeError as error:
-        raise ValueError(f"make_task: {name} cannot have the options {options}: {error}") from error
+        raise ValueError(f"make_task: {name} does not accept {options}: {error}") from error
 
 
 class Task(ABC):
@@ -208,8 +208,8 @@ def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
         task.sample(generator, 2, torch.full((2,), length))
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{name}.sample: expected to take the lengths of rows as a tensor (B,), got the error "
-            f"{error}; `self.checked(generator, batch, length)` returns them as a column"
+            f"{name}.sample: expected a method that accepts length as a tensor (B,), got the error "
+            f"{error}; self.checked(generator, batch, length) returns the lengths as (B, 1)"
         ) from error
     if not isinstance(sample, Sample):
         raise ValueError(f"{name}.sample returned {type(sample).__name__}; expected a Sample")

@@ -1,4 +1,4 @@
-"""`thinker_arguments`: the optimizer, rates and schedule with which most tasks are learned."""
+"""`thinker_arguments`: the optimizer, rates and schedule that work for most tasks."""
 
 from __future__ import annotations
 

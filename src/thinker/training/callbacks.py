@@ -136,7 +136,7 @@ class CurriculumCallback(ThinkerCallback):
 
 
 class RewindOnPeak(ThinkerCallback):
-    """A callback that goes back to the best point if the loss peaks or is not finite.
+    """A callback that restores the best state so far if the loss peaks or is not finite.
 
     Training then continues with new batches at a lower learning rate.
 
@@ -210,7 +210,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Every ``every`` steps, keep the best point, or go back to it after a peak."""
+        """Save the best state every ``every`` steps, or restore it if the loss has peaked."""
         assert self.before is not None
         if math.isnan(self.first) and self.trainer.step_loss.counts_from_start:
             # the loss of a batch with few steps has few answers: the first may be near 0
@@ -296,7 +296,7 @@ class RewindOnPeak(ThinkerCallback):
         )
 
     def state_dict(self) -> StateDict:
-        """Return the count, the best point and the beginning of the current window."""
+        """Return the number of rewinds, the saved states and the recorded losses."""
         return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
     def load_state_dict(self, state: StateDict) -> None:

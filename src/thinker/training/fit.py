@@ -32,7 +32,7 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
 
 
 def check_workers(args: TrainingArguments, data: CurriculumDataset) -> None:
-    """Check that no workers draw ahead for a schedule that follows accuracy."""
+    """Check that no data loader workers are used if the schedule depends on accuracy."""
     if args.dataloader_num_workers and data.schedule.initial():
         raise ValueError(
             f"ThinkerTrainer: dataloader_num_workers is {args.dataloader_num_workers}; expected 0, "
@@ -65,7 +65,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Check that some answers come within reach, if the loss counts only answers within reach."""
+    """Check that there are enough steps for a loss such as `Reach` to count any answers."""
     if loss.counts_from_start:
         distance = data.batch(data.step, details=True).get("distance")
     else:
@@ -76,9 +76,9 @@ def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -
     most = data.most_steps * ((model.config.window or 2) - 1)
     if nearest > most:
         raise ValueError(
-            f"ThinkerTrainer: answers of {data.task!r} depend on tokens {nearest} away or farther, "
-            f"and at most {data.most_steps} steps reach {most}; expected more steps, a task that "
-            f"sets a smaller Sample.distance, or another loss than {type(loss).__name__}"
+            f"ThinkerTrainer: every answer of {data.task!r} depends on a token at least {nearest} "
+            f"positions away, but {data.most_steps} steps reach only {most}; expected more steps, "
+            f"a task with a smaller Sample.distance, or another loss than {type(loss).__name__}"
         )
 
 

@@ -279,7 +279,7 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def needed_files(self) -> Sequence[str]:
-        """Return the files that a complete checkpoint must have: that of the trainer's state."""
+        """Return the name of the file with the trainer's state, which each checkpoint must have."""
         return (self._state_name(0),)
 
     def train(
@@ -425,8 +425,8 @@ class ThinkerTrainer(StepTrainer):
             # a name that an older checkpoint lacks is taken to be the same
             if before.get(name, value) != value:
                 raise ValueError(
-                    f"ThinkerTrainer: the checkpoint has {name} {before[name]!r}; expected "
-                    f"{value!r}, as this trainer has"
+                    f"ThinkerTrainer: the checkpoint was saved with {name}={before[name]!r}; "
+                    f"expected {name}={value!r}, as in this trainer"
                 )
 
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:

@@ -372,7 +372,7 @@ def _level_error(noise: float, *sizes: int) -> float:
 
 
 def _diverging(entries: Sequence[_LogEntry]) -> int | None:
-    """Return the step at which the training loss has its lowest level, or None.
+    """Return the step after which the training loss diverges, or None if it does not diverge.
 
     The result is None unless the loss ends clearly above this level.
     """
@@ -389,7 +389,7 @@ def _diverging(entries: Sequence[_LogEntry]) -> int | None:
 
 
 def _falls(entries: Sequence[_LogEntry]) -> bool:
-    """Return whether the training loss still falls.
+    """Return whether the training loss is still falling.
 
     This is the case if the median of the last tenth of the losses is clearly below the median of
     the tenth before it.
@@ -438,7 +438,7 @@ def _largest_rise(losses: LossLog) -> float:
 
 
 def _turn(held_out: LossLog, tolerance: float) -> int | None:
-    """Return the step of the lowest held-out loss, or None.
+    """Return the step after which the held-out loss rises, or None if it does not rise.
 
     The result is None unless the last loss is above the lowest by more than tolerance and noise.
     """

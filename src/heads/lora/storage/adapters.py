@@ -186,8 +186,8 @@ def _compare(
     strange = sorted(adapted - modules)
     if strange:
         raise ValueError(
-            f"{of} does not fit this {type(base).__name__}: expected modules of the model, got "
-            f"{_first(strange)}"
+            f"{of} does not fit this {type(base).__name__}: expected tensors for modules of the "
+            f"model, which has no {_first(strange)}"
         )
     expected: dict[str, tuple[int, ...]] = {}
     for name, parameter in base.named_parameters():
@@ -225,7 +225,7 @@ def _compare(
 
 
 def _first(names: Sequence[str]) -> str:
-    """Return the first of several names, and the number of the others."""
+    """Format several names as the first one and, if there are more, their number."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more)"

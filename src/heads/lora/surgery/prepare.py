@@ -83,7 +83,7 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
 
 
 def _check_patterns(operation: str, model: nn.Module, config: LoraConfig) -> None:
-    """Raise ValueError if the order of patterns decides about a module.
+    """Raise ValueError if a module's value depends on the order of matching patterns.
 
     peft uses the first pattern that matches, but sorts patterns when it saves a config.
     """
@@ -101,8 +101,8 @@ def _check_patterns(operation: str, model: nn.Module, config: LoraConfig) -> Non
             if found and patterns[found[0]] != patterns[min(found)]:
                 raise ValueError(
                     f"{operation}: {field} has {' and '.join(map(repr, found))}, which all match "
-                    f"{name}; expected patterns of which one matches, because peft sorts them when "
-                    "it saves the adapter"
+                    f"{name} with different values; expected only one to match, because peft sorts "
+                    "them when it saves the adapter, so that another one would apply after loading"
                 )
 
 

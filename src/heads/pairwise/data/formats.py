@@ -41,8 +41,8 @@ def pair_of(row: object) -> Pair:
             verdict = _verdict(row)
             if "chosen" in names and verdict not in (0, None):
                 raise ValueError(
-                    "expected no verdict beside chosen and rejected, or one for chosen, got "
-                    f"{verdict}"
+                    "expected a row with chosen and rejected to have no other verdict, or one that "
+                    f"prefers chosen, got {verdict}"
                 )
             return Pair(prompt, a, b, 0 if "chosen" in names else verdict, _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
@@ -69,7 +69,9 @@ def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Word
     """Return prompt and answers from three columns: strings or, if all are lists, turns."""
     asked = "prompt" if "prompt" in row else "instruction"
     if asked not in row:
-        raise ValueError(f"expected a prompt or instruction with {one} and {other}, got neither")
+        raise ValueError(
+            f"expected a prompt or instruction column besides {one} and {other}, got none"
+        )
     values = [plain(row[name]) for name in (asked, one, other)]
     prompts, a, b = map(_list, values)
     if prompts is not None and a is not None and b is not None:
@@ -290,7 +292,8 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
         or not (value == 0 or 1 <= value <= 2)
     ):
         raise ValueError(
-            f"preference is {value!r}, expected 0 (tie), or 1 (the first answer) to 2 (the second)"
+            f"preference is {value!r}, expected 0 (tie), or a number from 1 (first answer) to 2 "
+            "(second answer)"
         )
     # AlpacaEval counts answers from 1, classes here from 0
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}

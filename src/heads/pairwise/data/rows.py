@@ -255,9 +255,9 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
     if has_numbered_answers:
         if len(verdicts) == 1:
             raise ValueError(
-                f"read_pairs: expected verdicts with both 1 and 2, or with a 0, got only "
-                f"{verdicts.pop()} in {labeled} rows, which may mean the first answer or the "
-                "second; if 1 means the first answer, read the column as a preference: "
+                f"read_pairs: all {labeled} numeric verdicts are {verdicts.pop()}, so they may "
+                "count from 0 or from 1; expected verdicts that include 0, or both 1 and 2; if 1 "
+                "means the first answer, read the column as a preference: "
                 'columns={"preference": "label"}'
             )
         return True
@@ -272,7 +272,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
 
 
 def _names(row: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the column of each field: as in ``columns``, and otherwise of the same name."""
+    """Map each field to its column in ``columns``, or else to the column of the same name."""
     return {name: name for name in row if name not in columns.values()} | dict(columns)
 
 

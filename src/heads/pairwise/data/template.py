@@ -86,8 +86,8 @@ class Template:
         # a token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
-                "PairwiseDataset: expected max_tokens with room for the special tokens and 2 more, "
-                f"got {self.limit}"
+                f"PairwiseDataset: max_tokens is {self.limit}, expected at least "
+                f"{self.limit - room + 2}: the special tokens and 2 more"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
@@ -239,8 +239,9 @@ class Template:
         room = self._room(roles[0], roles[-1])
         if room < 2:
             raise ValueError(
-                "PairwiseDataset: expected max_tokens with room for 2 more than the special tokens "
-                f"of a conversation that begins with a {roles[0]} turn, got {self.limit}"
+                f"PairwiseDataset: max_tokens is {self.limit}, expected at least "
+                f"{self.limit - room + 2}: the special tokens of a conversation that begins with a "
+                f"{roles[0]} turn, and 2 more"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)

@@ -202,7 +202,7 @@ def rivals_of(
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
-    """Return, for each pair, whether neither answer is over a fifth longer than the other."""
+    """Return, for each pair, whether the longer answer is at most a fifth longer."""
     sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
     return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
 

@@ -88,7 +88,7 @@ def alike(shares: Tensor) -> Tensor:
 
 
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
-    """Return the entries (N,) of a table (N, C) at the verdicts of log-probabilities (N, C).
+    """Return each row's entry of a table (N, C) in the column of its most likely class.
 
     With two classes, the entry at a tie is the mean of both entries.
 

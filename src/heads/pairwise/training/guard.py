@@ -23,7 +23,7 @@ _MIN_MOVED = 0.75  # fraction of the sampled values that must have changed after
 
 
 class DeadRunGuard(TrainerCallback):
-    """A callback that stops a dead run with an error that gives the reason.
+    """A callback that stops a run that learns nothing, with an error that says why.
 
     A run is dead if more than a quarter of its sampled weights have not changed shortly after
     warm-up. After three tenths of the run, it is also dead if its log-loss is too high in several
@@ -178,9 +178,9 @@ class DeadRunGuard(TrainerCallback):
         known = float((labels * prior).sum()) / count
         raise DeadRunError(
             f"step {state.global_step}: {same}the log-loss was too high in {self._poor} windows in "
-            f"a row. Over the last {window} steps it was {loss:.4f}, which is not below "
-            f"{known:.4f}, that of always predicting the labels' class frequencies ({told}), by "
-            f"more than its standard error, {error:.4f}. Try another learning rate, or other data"
+            f"a row. Over the last {window} steps it was {loss:.4f}. Always predicting the labels' "
+            f"class frequencies ({told}) gives {known:.4f}, which is not higher by more than the "
+            f"standard error, {error:.4f}. Try another learning rate, or other data"
         )
 
 

@@ -253,8 +253,8 @@ def train_judge(
     with run:
         if (out / "report.json").is_file():
             raise ValueError(
-                f"train_judge: the run in {out} is finished, see its report.txt; name another "
-                "folder"
+                f"train_judge: the run in {out} is already finished (see its report.txt); choose "
+                "another folder"
             )
         if not config.trains_encoder:
             for one in data.values():

@@ -1,4 +1,4 @@
-"""Evidence: the probability that a teacher gives an example, and the shares that follow from it.
+"""Evidence: the probability that a teacher assigns to an example, and shares based on it.
 
 Letters: N positions, H hidden size, V vocabulary, K components.
 """

@@ -1,1 +1,1 @@
-"""Behaviors of torch's own modules, one function each."""
+"""Checks that a module behaves like torch's own modules, one function per behavior."""

@@ -84,7 +84,7 @@ def _slope(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> None:
-    """Compare a derivative with a finite difference, relative to the slope or to ``largest``."""
+    """Raise `WrongResult` unless a derivative is close to its finite difference."""
     most = _FINITE * max(size(slope), largest, 1e-6)
     error = size(actual.detach() - slope)
     require(

@@ -129,7 +129,7 @@ def near(
     limit: float = NEAR,
     scale: float | None = None,
 ) -> None:
-    """Compare two tensors.
+    """Raise `WrongResult` unless two tensors agree within a tolerance.
 
     Args:
         what: The name of the tensor in messages.
@@ -177,7 +177,7 @@ def same(
     *,
     limit: float = NEAR,
 ) -> None:
-    """Compare the results of two training steps.
+    """Raise `WrongResult` unless two training steps gave the same output and gradients.
 
     Errors of gradients are relative to the largest gradient, because some gradients are zero in
     theory and consist of rounding errors only, such as that of a bias before a normalization.

@@ -129,7 +129,7 @@ class StaticMemory(Memory):
         if self.filled != self.room.filled:
             raise ValueError(
                 "LatentThinker: this carry is out of date, because an earlier call continued from "
-                'it and wrote memory="static" in place; expected the newest carry, or memory="grow"'
+                'it, and memory="static" is shared; expected the newest carry, or memory="grow"'
             )
         end = self.filled + n
         if end > self.room.layers[0][0].shape[2]:

@@ -204,7 +204,7 @@ def _card(result: dict[str, Any], run: Run) -> str:
     task = Path(run.task).name  # without the path of this machine
     values = run.to_dict() | {"task": task}
     del values["plan"]
-    if run.preset is not None:  # which sets these
+    if run.preset is not None:  # the preset sets these
         del values["schedule"], values["steps"]
     settings = "\n".join(f"- {name}: {value}" for name, value in values.items())
     return card_of(
@@ -239,8 +239,8 @@ def _check_unfinished(out: Path, run: Run) -> None:
         if run.iterations <= trained:
             raise ValueError(
                 f"think train: the run in {out} is finished, with {trained} iterations; expected "
-                f"more --iterations, to train it further, or --fresh, to start over, got "
-                f"{run.iterations} iterations"
+                f"--iterations above {trained} (to train it further) or --fresh (to start over), "
+                f"got --iterations {run.iterations}"
             )
 
 
@@ -310,7 +310,7 @@ def read_json(folder: Path, name: str) -> Any:
     """
     if not (folder / name).is_file():
         raise ValueError(
-            f"think: expected the folder of a finished think train, got {folder} "
+            f"think: expected the folder of a finished run of think train, got {folder} "
             f"({_why_not_finished(folder)})"
         )
     with reading(folder / name, "think"):
@@ -322,7 +322,7 @@ def _why_not_finished(folder: Path) -> str:
     if not folder.is_dir():
         return "no such folder"
     if (folder / "run.json").is_file():
-        return "unfinished; repeat the command think train"
+        return "not finished; if think train made it, repeat that command"
     return "not written by think train"
 
 

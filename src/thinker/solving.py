@@ -82,8 +82,8 @@ def solve(
         exit_rule: The rule that stops a row; default: ``ExitRule()``.
 
     Returns:
-        The ``answers``, the numbers of ``steps``, and whether each row has ``settled``: whether the
-        exit rule stopped it before the maximum number of steps. It prints as a table.
+        The ``answers``, the numbers of ``steps``, and whether each row has ``settled``, that is,
+        the exit rule stopped it before the maximum number of steps. The result prints as a table.
 
     Raises:
         ValueError: A row is empty, has an id outside the vocabulary, is longer than the model's
@@ -211,8 +211,8 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
             )
         if len(row) < least:
             raise ValueError(
-                f"solve: row {number} has {len(row)} symbols; expected at least {least}, because "
-                "shorter rows of the task have no answer"
+                f"solve: row {number} has {len(row)} symbols; expected at least {least}, as in the "
+                "shortest inputs that the task can answer"
             )
 
 

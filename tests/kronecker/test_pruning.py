@@ -1025,12 +1025,16 @@ def test_what_has_no_influence_or_no_folder_is_refused():
     padding = {"input_ids": ids(2), "attention_mask": torch.zeros(2, 16, dtype=torch.long)}
     with pytest.raises(ValueError, match="expected calibration with tokens, got only padding"):
         prune_(tiny("llama"), config, calibration=[padding], progress=False)
-    with pytest.raises(ValueError, match=r"prune_: 'Mine' is not a model class of transformers"):
+    with pytest.raises(
+        ValueError, match=r"prune_: expected the name of a transformers model class, got 'Mine'"
+    ):
         prune_(Mine(tiny("llama").config).eval(), config, calibration=[ids()], progress=False)
     model = tiny("qwen3")
     prune_(model, config, calibration=[ids()], progress=False)
     for again in (PruneConfig(keep=0.5), PruneConfig(keep=0.5, method="blocks")):
-        with pytest.raises(ValueError, match=r"has lost neurons already.*allocate='influence'"):
+        with pytest.raises(
+            ValueError, match=r"is already pruned to a size that .*allocate='influence'"
+        ):
             prune_(model, again, calibration=[ids()], progress=False)
 
 
@@ -1231,10 +1235,14 @@ def test_a_device_without_float64_is_refused(monkeypatch):
 
     model = tiny("llama")
     monkeypatch.setattr(torch, "empty", without)
-    with pytest.raises(ValueError, match="prune_: the device cpu has no float64"):
+    with pytest.raises(
+        ValueError, match="prune_: weights are fitted in float64, which the device cpu does not"
+    ):
         prune_(model, PruneConfig(), calibration=[ids()], progress=False)
     config = LowRankConfig(rank=2, init="svd")
-    with pytest.raises(ValueError, match="convert_: the device cpu has no float64"):
+    with pytest.raises(
+        ValueError, match="convert_: weights are fitted in float64, which the device cpu does not"
+    ):
         convert_(model, config, progress=False)
 
 
@@ -1259,7 +1267,7 @@ def test_calibration_of_padding_or_with_another_mask_is_refused():
     ids = torch.randint(0, 90, (2, 8))
     for mask, message in (
         (torch.zeros(2, 8, dtype=torch.long), "expected calibration with tokens, got only padding"),
-        (torch.ones(2, 5, dtype=torch.long), r"has shape \[2, 5\], expected that of .* \[2, 8\]"),
+        (torch.ones(2, 5, dtype=torch.long), r"has shape \[2, 5\], expected \[2, 8\]"),
     ):
         with pytest.raises(ValueError, match=message):
             prune_(

@@ -220,7 +220,11 @@ def test_an_encoder_decoder_learns_from_its_decoders_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("distill", "sizes", "message"),
     [
-        (DistillConfig(), {"vocab_size": 120}, "logits have 96 values a token, the teacher's 120"),
+        (
+            DistillConfig(),
+            {"vocab_size": 120},
+            "logits have 96 values per token and the teacher's have 120",
+        ),
         (DistillConfig(logits=0, hidden=1), {"n_embd": 32}, "hidden states have 16 .* 32;"),
     ],
 )

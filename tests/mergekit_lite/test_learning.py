@@ -220,7 +220,7 @@ def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
     save(model, "model1")
     with pytest.raises(
         ValueError,
-        match="differ from the starting merge in weights other than the embedding and the head",
+        match="differ from the starting merge in no weights except the embedding and the head",
     ):
         learned(start="model0", compare=())
 
@@ -355,10 +355,10 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
         ({"granlarity": "input"}, "unknown field granlarity; did you mean granularity"),
         ({"train": "weights"}, "train is 'weights', expected one of masks, lora, all"),
         ({"start": "tyes"}, "start: .*did you mean ties"),
-        ({"start": "ties"}, "start has ties, expected a base"),
-        ({"start": "slerp"}, "start has slerp, expected a base"),
+        ({"start": "ties"}, "expected a base, as ties in start requires"),
+        ({"start": "slerp"}, "expected a base, as slerp in start requires"),
         ({"start": ""}, "start is ''"),
-        ({"compare": ("ties",)}, "compare has ties, expected a base"),
+        ({"compare": ("ties",)}, "expected a base, as ties in compare requires"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"held_out": 1.0}, r"held_out is 1\.0"),
         ({"components": MODELS[:1]}, "expected two or more components and one data set for each"),

@@ -132,7 +132,7 @@ def test_two_runs_into_one_folder(models, tmp_path):
     partial.mkdir()
     holder = os.open(partial, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(OutputError, match="another run is writing it"):
+    with pytest.raises(OutputError, match="another run is writing to it"):
         merge(models, tmp_path / "out")
     os.close(holder)
     merge(models, tmp_path / "out")

@@ -116,7 +116,7 @@ def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
 
 def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
-        ("tokens: {w2: {force: true}}", "expected a source of the row, because of force, got none"),
+        ("tokens: {w2: {force: true}}", "expected a source, which force: true requires, got none"),
         ("tokens: {w2: {source: elsewhere}}", "expected one of the recipe's models as source"),
         (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:

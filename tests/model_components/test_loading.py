@@ -111,7 +111,7 @@ def test_a_tensor_of_another_shape_is_named(saved):
         tensors[name] = torch.zeros(3, 3, 3)
 
     name = changed(folder, reshape)
-    with pytest.raises(ValueError, match=f"which has other shapes of .*{name}"):
+    with pytest.raises(ValueError, match=f"but it has other shapes of .*{name}"):
         cls.from_pretrained(folder)
 
 

@@ -182,7 +182,7 @@ def test_what_is_no_source_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"read: there is no file .*none\.jsonl"):
         list(each_row(tmp_path / "none.jsonl", "read"))
     for source in ({"train": []}, 3, None):
-        with pytest.raises(ValueError, match="read: expected a file, a hub id or rows, got a"):
+        with pytest.raises(ValueError, match="read: expected a file, a hub id or rows, got "):
             list(each_row(source, "read"))
 
 

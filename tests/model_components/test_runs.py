@@ -133,7 +133,7 @@ def test_folders_that_are_no_runs_are_left_alone(mine, fresh, tmp_path):
     with pytest.raises(OutputError, match="new folder or the folder of a run, got one"), run:
         pass
     (tmp_path / "run.json").write_text('{"sweep": 7}')
-    with pytest.raises(OutputError, match=r"run\.json belongs to something else; name"), run:
+    with pytest.raises(OutputError, match=r"run\.json belongs to something else; choose"), run:
         pass
     assert contents_of(tmp_path) == sorted([*before, "run.json"])
 

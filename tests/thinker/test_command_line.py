@@ -180,7 +180,9 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     given = ["think", "train", "copy", out, *SHORT, "--length", "5", "--iterations", "2"]
     assert main(given) == 0
     assert main(given) == 1
-    assert "is finished, with 2 iterations; expected more --iterations" in capsys.readouterr().err
+    assert (
+        "is finished, with 2 iterations; expected --iterations above 2" in capsys.readouterr().err
+    )
 
 
 def test_settings_reach_the_model(tmp_path):

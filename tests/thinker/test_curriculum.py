@@ -197,7 +197,7 @@ def test_a_moving_frontier_starts_at_the_least_length():
         )
         == 5
     )
-    with pytest.raises(ValueError, match="start 2"):
+    with pytest.raises(ValueError, match="got start=2"):
         Progressive(max_length=9, min_length=3, start=2)
 
 
@@ -357,7 +357,9 @@ class Shifted(SequenceTask):
 def test_another_task_of_the_same_name_does_not_go_on():
     state = CurriculumDataset(Shifted(by=1), n_step=(1, 4)).state_dict()
     CurriculumDataset(Shifted(by=1), n_step=lambda length: (1, 4)).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"CurriculumDataset: the state has rows_checksum"):
+    with pytest.raises(
+        ValueError, match=r"CurriculumDataset: the state was saved with rows_checksum"
+    ):
         CurriculumDataset(Shifted(by=2), n_step=(1, 4)).load_state_dict(state)
 
 
@@ -369,7 +371,9 @@ def test_another_task_whose_long_rows_alone_differ_does_not_go_on():
 
     schedule = Frontier(max_length=60)
     state = CurriculumDataset(Shifted(), schedule).state_dict()
-    with pytest.raises(ValueError, match=r"CurriculumDataset: the state has rows_checksum"):
+    with pytest.raises(
+        ValueError, match=r"CurriculumDataset: the state was saved with rows_checksum"
+    ):
         CurriculumDataset(Turned(), schedule).load_state_dict(state)
 
 
@@ -502,10 +506,10 @@ def test_an_input_is_held_out_wherever_it_is_padded(task):
         (lambda: resumed(n_step=7), r"CurriculumDataset:.*n_step.*1, 6.*7, 7"),
         (
             lambda: resumed(n_step=lambda n: (2, 6) if n == 5 else (1, 6)),
-            r"n_step \[1, 6\]; expected \[2, 6\]",
+            r"n_step=\[1, 6\]; expected n_step=\[2, 6\]",
         ),
         (lambda: resumed(n_latent=3), r"CurriculumDataset:.*n_latent.*3, 3"),
-        (lambda: Progressive(max_length=3, start=4), "start 4"),
+        (lambda: Progressive(max_length=3, start=4), "got start=4"),
         (lambda: Dynamic(max_length=3, floor=0), "floor=0"),
         (
             lambda: data_of(n_step=lambda n: (3, n - 7)),

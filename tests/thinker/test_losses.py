@@ -119,8 +119,8 @@ def test_labels_of_each_step():
     [
         (lambda: LastAndRandom(last=0), "last=0"),
         (lambda: LastAndRandom(random=math.nan), "random=nan"),
-        (lambda: Reach(window=1), r"Reach:.*window.*1.*1.*2"),
-        (lambda: Reach(grad_steps=0), "grad_steps 0"),
+        (lambda: Reach(window=1), r"Reach:.*window of 2 or more, got .*window=1"),
+        (lambda: Reach(grad_steps=0), "got grad_steps=0"),
         (
             lambda: Reach().check(model_of().config),
             r"Reach:.*window.*2",

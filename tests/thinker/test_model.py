@@ -873,7 +873,7 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
         (
             {},
             lambda m: m(torch.zeros(2, 13, dtype=torch.long)),
-            r"LatentThinker:.*13.*max_input_length.*12",
+            r"LatentThinker:.*13.*12 \(max_input_length\)",
         ),
         (
             {},

@@ -80,14 +80,14 @@ def test_a_resume_knows_other_rows():
     data = th.CurriculumDataset(th.RowsTask(rows))
     other = th.CurriculumDataset(th.RowsTask([*rows[:-1], {"input": "1111", "answer": "1111"}]))
     assert data.schedule == th.Frontier(max_length=4, min_length=3)
-    with pytest.raises(ValueError, match="the state has task"):
+    with pytest.raises(ValueError, match="the state was saved with task"):
         other.load_state_dict(data.state_dict())
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "expected rows with answers, got none"),
+        ([], "expected rows with answers, got no rows"),
         ([("a", "b"), ("a",)], r"row 2 is \('a',\); expected a pair"),
         (
             [{"input": "a", "output": "b"}],
@@ -96,7 +96,7 @@ def test_a_resume_knows_other_rows():
         ([("a", 3)], "row 1 has 3; expected a text, or a list of texts or whole numbers"),
         ([([1.5], "a")], r"row 1 has \[1.5\]; expected a text"),
         ([("", "ab"), ("a", "a")], "row 1 has an empty input"),
-        ([("ab", ""), ("a", "")], "expected rows with answers, got empty answers alone"),
+        ([("ab", ""), ("a", "")], "expected rows with answers, got only empty answers"),
         (
             [*parity([2, 3, 4]), {"input": "01 1", "answer": "0 11"}],
             r"got 2 of 58 texts with a space, such as '01 1'",
@@ -191,7 +191,9 @@ def test_some_answers_may_be_empty():
 
 
 def test_inputs_with_several_answers_are_told_of():
-    with pytest.warns(UserWarning, match=r"several for 1 inputs; \['a', 'b'\] has .* and \['c'\]"):
+    with pytest.warns(
+        UserWarning, match=r"several answers \(1 in all\); \['a', 'b'\] has .* and \['c'\]"
+    ):
         th.RowsTask([("ab", "b"), ("c", "c"), ("ab", "c")])
 
 

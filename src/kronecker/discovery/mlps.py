@@ -295,7 +295,7 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test MLPs in one pass; return those confirmed, and whether only they read their neurons.
+    """Test MLPs in one pass; return those confirmed, and whether no other layer reads neurons.
 
     The batch has two equal halves, and each MLP is tested in the second one. At the first token,
     some outputs of the up layers are changed: the last layer's input must change at their neurons

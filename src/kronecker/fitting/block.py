@@ -265,7 +265,7 @@ class Block:
         return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
 
     def _in_own_dtype(self, states: Tensor) -> Tensor:
-        """Cast hidden states back to the block's dtype, in case autocast has changed it."""
+        """Cast hidden states back to the block's dtype, in case autocast has changed theirs."""
         return states.to(next(self.module.parameters()).dtype)
 
     def _stream(self, mlp: Mlp, x: Tensor, y: Tensor, out: Tensor, call: Call) -> Tensor:

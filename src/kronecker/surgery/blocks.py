@@ -187,8 +187,8 @@ def new_places(
             if (before, after) != (index, stay.index(index)):
                 raise ValueError(
                     f"prune_: expected blocks that do not depend on their index, but {key} is "
-                    f"{before} in {name} and would become {after} as {renamed}; use a method other "
-                    "than 'blocks'"
+                    f"{before} in {name}, and would be {after} after renaming to {renamed}; use a "
+                    "method other than 'blocks'"
                 )
             changes.append((module, key, after))
     return changes

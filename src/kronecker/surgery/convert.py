@@ -336,7 +336,7 @@ def _check_each(
         check_config(name, module, config, name in tied)
         if name in other_sizes:
             raise ValueError(
-                f"convert_: {name} is already pruned by an earlier call; expected the original "
+                f"convert_: {name} was already pruned by an earlier call; expected the original "
                 "model, loaded again, with all changes to a layer in one call"
             )
         if fade_in and isinstance(config, PruneConfig):

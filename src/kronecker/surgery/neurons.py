@@ -98,8 +98,8 @@ def neurons_to_keep(
     if config.size < least:
         raise ValueError(
             f"prune_: size is {config.size}, expected {rounded_up(least)} to 1, because only MLP "
-            f"neurons can be dropped, which have {neurons / total:.0%} of the parameters of this "
-            f"{type(model).__name__}; to shrink embeddings, call convert_ with LowRankConfig"
+            f"neurons can be dropped, and they hold {neurons / total:.0%} of the parameters of "
+            f"this {type(model).__name__}; to shrink embeddings, call convert_ with LowRankConfig"
         )
     # only hidden neurons are dropped, and every part keeps the same share of them
     share = 1 - (total - budget) / neurons

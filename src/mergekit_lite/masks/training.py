@@ -54,9 +54,9 @@ class DistillTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return a batch's share of the loss; the loss is a mean over the whole training step.
+        """Return a batch's share of the loss, which is a mean over a step's supervised positions.
 
-        These are the supervised positions of all micro-batches and ranks.
+        The mean is over the positions of all micro-batches and ranks.
         """
         loss = model(kl=self.kl, normalizer=num_items_in_batch, **inputs).loss
         if num_items_in_batch is not None:

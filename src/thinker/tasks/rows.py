@@ -33,7 +33,7 @@ class RowsTask(Task):
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
     number of times as many, or the same number for all inputs. Other answers, some of which may be
     empty, are padded with an end symbol, up to the smallest multiple of the input's length that
-    fits every answer. Only the answers' lengths decide which of these applies. If
+    fits every answer. Only the lengths of inputs and answers decide which of these applies. If
     answers are longer by a fixed number of symbols, the inputs are padded to the answers' length,
     so that each symbol of an answer has a token of its own.
 
@@ -64,7 +64,7 @@ class RowsTask(Task):
         place = f" of {rows}" if isinstance(rows, str | Path) else ""
         pairs = [_pair_of(f"{n}{place}", row) for n, row in each_row(rows, "RowsTask")]
         if not any(answer for _, answer in pairs):
-            what = "empty answers alone" if pairs else "none"
+            what = "only empty answers" if pairs else "no rows"
             raise ValueError(f"RowsTask: expected rows with answers, got {what}")
         texts = [part for pair in pairs for part in pair if isinstance(part, str)]
         self._is_text = all(isinstance(answer, str) for _, answer in pairs)
@@ -270,8 +270,9 @@ def _warn_of_contradictions(pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) 
     if contradicted:
         given, answer = next(iter(contradicted.items()))
         warnings.warn(
-            f"RowsTask: expected one answer for each input, got several for {len(contradicted)} "
-            f"inputs; {list(given)!r:.60} has {answers[given]!r:.60} and {answer!r:.60}",
+            "RowsTask: expected one answer for each input, got inputs with several answers "
+            f"({len(contradicted)} in all); {list(given)!r:.60} has {answers[given]!r:.60} and "
+            f"{answer!r:.60}",
             stacklevel=3,
         )
 

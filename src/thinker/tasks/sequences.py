@@ -50,7 +50,7 @@ class SequenceTask(Task):
             came = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
             raise ValueError(
                 f"{type(self).__name__}.answer: expected a tensor of shape {[batch, longest]} or "
-                f"{[batch, 1]}, got {came}"
+                f"{[batch, 1]} (with by_step, [{batch}, T, {longest}]), got {came}"
             )
         if answer.shape[-1] == longest:
             answer = answer.masked_fill(~mask[:, None] if answer.dim() == 3 else ~mask, IGNORED)

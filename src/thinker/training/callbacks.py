@@ -210,7 +210,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Save the best state every ``every`` steps, or restore it if the loss has peaked."""
+        """Every ``every`` steps, update the best state, or restore it if the loss has peaked."""
         assert self.before is not None
         if math.isnan(self.first) and self.trainer.step_loss.counts_from_start:
             # the loss of a batch with few steps has few answers: the first may be near 0
@@ -296,7 +296,7 @@ class RewindOnPeak(ThinkerCallback):
         )
 
     def state_dict(self) -> StateDict:
-        """Return the number of rewinds, the saved states and the recorded losses."""
+        """Return the rewind count, the saved states, the losses and the current window's start."""
         return {k: getattr(self, k) for k in ("count", "best", "newest", "first", "last", "before")}
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -425,8 +425,8 @@ class ThinkerTrainer(StepTrainer):
             # a name that an older checkpoint lacks is taken to be the same
             if before.get(name, value) != value:
                 raise ValueError(
-                    f"ThinkerTrainer: the checkpoint was saved with {name}={before[name]!r}; "
-                    f"expected {name}={value!r}, as in this trainer"
+                    f"ThinkerTrainer: the checkpoint was saved with {name} {before[name]!r}; "
+                    f"expected {value!r}, as in this trainer"
                 )
 
     def _restore_progress(self, state: StateDict, *, with_carry: bool) -> None:

@@ -603,7 +603,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
         "lacking": (lambda t: t.pop(KEY), f"lacks {KEY}, which its config requires"),
         "left over": (
             lambda t: t.update({f"{KEY.replace('q_proj', 'rotary')}": t[KEY].clone()}),
-            r"load_lora:.*expected modules of the model, got .*rotary",
+            r"load_lora:.*expected tensors for modules of the model, which has no .*rotary",
         ),
         "not named": (
             lambda t: t.update(

@@ -30,7 +30,9 @@ def test_the_gain_is_what_the_prompt_adds(speaker):
     assert model.training
     assert judge("a", "") == 0
     assert judge("", "b c") == pytest.approx(0, abs=1e-6)
-    with pytest.raises(ValueError, match=r"LikelihoodGain:.*64.*positions.*1 of prompt and 70"):
+    with pytest.raises(
+        ValueError, match=r"LikelihoodGain:.*64.*context length.*1 in the prompt and 70"
+    ):
         judge("", "a " * 70)
     with_start = LikelihoodGain(
         model, AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="<pad>")

@@ -206,12 +206,12 @@ BAD = [
         {"prompt": "p", "response_a": "x"},
         r"expected columns of two answers \(.*response_a, response_b; .*\), got prompt, response_a",
     ),
-    ({"a": "x", "b": "y"}, "expected a prompt or instruction with a and b, got neither"),
+    ({"a": "x", "b": "y"}, "expected a prompt or instruction column besides a and b, got none"),
     (PLAIN | {"label": 3}, r"label is 3, expected one of 0 \(A\), 1 \(B\), 2 \(tie\)"),
     (PLAIN | {"label": [0.5, 0.6, 0]}, "expected 3 fractions that sum to 1"),
     (PLAIN | {"label": [float("nan"), 0.5, 0.5]}, "expected 3 fractions that sum to 1"),
     (PLAIN | {"label": [None, 1, 0]}, "expected 3 fractions that sum to 1"),
-    (PLAIN | {"preference": 3}, "preference is 3, expected 0 \\(tie\\), or 1"),
+    (PLAIN | {"preference": 3}, "preference is 3, expected 0 \\(tie\\), or a number from 1"),
     ("text", "row has type str, expected a mapping"),
     (ARENA | {"prompt": "\ud83d"}, "prompt has a lone surrogate, expected valid Unicode text"),
     (
@@ -486,7 +486,10 @@ def test_a_stray_verdict_does_not_change_what_the_others_mean():
 
 @pytest.mark.parametrize("verdict", [1, 2])
 def test_verdicts_of_one_number_are_refused(verdict):
-    with pytest.raises(ValueError, match=f"got only {verdict} in 5 rows, which may mean the first"):
+    with pytest.raises(
+        ValueError,
+        match=f"all 5 numeric verdicts are {verdict}, so they may count from 0 or from 1",
+    ):
         read_pairs(numbered(*[verdict] * 5))
     pairs, _ = read_pairs(numbered(*[verdict] * 5), columns={"preference": "label"})
     assert {pair.label for pair in pairs} == {verdict - 1}
@@ -495,7 +498,7 @@ def test_verdicts_of_one_number_are_refused(verdict):
 def test_a_verdict_against_chosen_is_refused():
     row = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     assert read_pairs([row | {"label": 0}])[0][0].label == 0
-    with pytest.raises(ValueError, match=r"no verdict beside chosen and rejected, .* got 1"):
+    with pytest.raises(ValueError, match=r"chosen and rejected to have no other verdict, .* got 1"):
         read_pairs([row | {"label": 1}])
 
 

@@ -167,7 +167,7 @@ def test_no_part_shares_a_prompt_or_an_unseen_writer():
         ({"pairs": [*written(30), Pair("p", "a", "b")]}, "got 1 without a label"),
         ({"link": "concat", "surface": ("style",)}, "surface .* no surface features"),
         ({"epoch": 2}, "unknown field epoch; did you mean epochs"),
-        ({"freeze": "top"}, "what is 'top'"),
+        ({"freeze": "top"}, "got 'top'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(changes, words, encoder, tmp_path):

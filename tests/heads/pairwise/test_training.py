@@ -325,7 +325,7 @@ def test_no_better_than_the_prior_stops_the_run(tmp_path):
 
     dies(
         tmp_path,
-        r"step 24:.*not below .* by more than its standard error",
+        r"step 24:.*which is not higher by more than the standard error",
         wild,
         noise(),
         learning_rate=1e-5,

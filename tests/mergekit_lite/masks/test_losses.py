@@ -361,7 +361,9 @@ BAD = {
     "have shape [3, 1, 4] with 2 heads": {"masks": torch.ones(3, 1, 4)},
     "have shape [2, 1, 4] with 0 heads": {"heads": None},
     "coefficients have shape [4]": {"coefficients": torch.ones(4)},
-    "teacher 1 has coefficients": {"coefficients": torch.tensor([0.5, 0.5])},
+    "expected a tensor for teacher 1, which has coefficients": {
+        "coefficients": torch.tensor([0.5, 0.5])
+    },
     "expected labels of shape (N,) for cross_entropy": {"cross_entropy": 1.0},
     "labels are from 0 to 6, expected 0 to 5": {
         "cross_entropy": 1.0,
@@ -371,7 +373,7 @@ BAD = {
     "sums over teachers are 0.5 to 0.5": {"coefficients": torch.tensor([0.5, 0.0])},
     "sums over teachers are nan": {"coefficients": torch.tensor([float("nan"), 0.0])},
     "expected coefficients to be a tensor or 'confidence', got 'task'": {"coefficients": "task"},
-    "expected every teacher with coefficients='confidence', got None for teacher 1": {
+    "for every teacher, as coefficients='confidence' requires, got None for teacher 1": {
         "coefficients": "confidence"
     },
     "head has shape [5, 4], expected the shape of heads, [6, 4]": {

@@ -374,7 +374,7 @@ def _level_error(noise: float, *sizes: int) -> float:
 def _diverging(entries: Sequence[_LogEntry]) -> int | None:
     """Return the step after which the training loss diverges, or None if it does not diverge.
 
-    The result is None unless the loss ends clearly above this level.
+    It diverges if its last level is clearly above its lowest level.
     """
     losses = [entry.loss for entry in entries]
     size = _level_size(len(losses))

@@ -83,7 +83,7 @@ def _check_config(operation: str, model: nn.Module, config: object, adapter_name
 
 
 def _check_patterns(operation: str, model: nn.Module, config: LoraConfig) -> None:
-    """Raise ValueError if a module's value depends on the order of matching patterns.
+    """Raise ValueError if a module's rank or alpha depends on the order of matching patterns.
 
     peft uses the first pattern that matches, but sorts patterns when it saves a config.
     """

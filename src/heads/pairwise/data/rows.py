@@ -203,7 +203,7 @@ def each_pair(
     ...     pair if isinstance(pair, Pair) else str(pair)
     ...     for _, _, pair in each_pair([{"a": "4", "b": "5"}])
     ... ]
-    ['expected a prompt or instruction with a and b, got neither']
+    ['expected a prompt or instruction column besides a and b, got none']
     """
     if odd := [name for name in columns or {} if name not in COLUMNS]:
         raise ValueError(

@@ -253,7 +253,7 @@ def train_judge(
     with run:
         if (out / "report.json").is_file():
             raise ValueError(
-                f"train_judge: the run in {out} is already finished (see its report.txt); choose "
+                f"train_judge: the run in {out} is finished (see its report.txt); choose "
                 "another folder"
             )
         if not config.trains_encoder:

@@ -140,7 +140,7 @@ def compiled_for_any_batch(subject: Subject) -> None:
         for rows in (2, 3, 4):
             inputs = [x.detach()[:rows] for x in subject.inputs()]
             for x in inputs:
-                # not dynamic=True, which compiles LatentThinker in three times the time
+                # not dynamic=True, with which LatentThinker takes three times as long to compile
                 torch._dynamo.mark_dynamic(x, 0)
             near(
                 f"{rows} rows",

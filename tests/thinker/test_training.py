@@ -1301,7 +1301,7 @@ def test_a_run_is_not_resumed_with_another_loss_or_model(tmp_path):
     ):
         other.train(resume_from_checkpoint=True)
     other = trainer_of(tmp_path, max_steps=8, save_steps=2, step_loss=AllSteps())
-    with pytest.raises(ValueError, match="has loss class 'LastAndRandom'; expected 'AllSteps'"):
+    with pytest.raises(ValueError, match="saved with loss class 'LastAndRandom'; expected 'AllSteps'"):
         other.train(resume_from_checkpoint=True)
     other = trainer_of(tmp_path, max_steps=8, save_steps=2)
     other._settings["step_noise"] = 0.5

@@ -17,7 +17,7 @@ from .tasks.rows import symbols_of
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
-    """Check that a task's layout and symbols fit the model.
+    """Check that a task's layout, sizes and symbols fit the model.
 
     Latents at the tokens need `AtTokens`; other models need a plain task.
     """
@@ -33,6 +33,14 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
         raise ValueError(
             f"{operation}: the model has {has}, the task is {task!r}; expected {needed}"
         )
+    # rows with answers of other lengths can have the same symbols, but another layout
+    for name in ("vocab_size", "output_size"):
+        has = getattr(config, name)
+        needed = getattr(task, name)
+        if needed > has:
+            raise ValueError(
+                f"{operation}: the model's {name} is {has}, but the task {task!r} needs {needed}"
+            )
     symbols = symbols_of(task)
     if config.symbols != symbols:
         raise ValueError(

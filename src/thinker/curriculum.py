@@ -126,11 +126,12 @@ class CurriculumDataset(IterableDataset):
         else:
             usual = Frontier(max_length=task.default_length, min_length=task.min_length)
         self.schedule = schedule or usual
-        if isinstance(without_layout(task), RowsTask):
-            # beyond the longest row, the longest rows would be drawn again and again
-            most = Range(least=1, most=task.default_length)
-            longest = self.schedule.max_length
-            check_value("CurriculumDataset", "max_length", longest, Annotated[int, most])
+        longest = self.schedule.max_length
+        if isinstance(without_layout(task), RowsTask) and longest > task.default_length:
+            raise ValueError(
+                f"CurriculumDataset: the schedule's max_length is {longest}, expected at most "
+                f"{task.default_length}, the length of the longest row"
+            )
         self.batch_size = batch_size
         self.holdout = holdout
         self.seed = seed
@@ -155,13 +156,12 @@ class CurriculumDataset(IterableDataset):
                 f"{self.schedule.min_length}, but {type(task).__name__} needs {task.min_length} "
                 "or more"
             )
-        longest = self.schedule.max_length
         if of_one_length and longest != 1:
             raise ValueError(
                 f"CurriculumDataset: {type(self.schedule).__name__} goes up to length {longest}; "
                 f"expected no schedule, since all rows of {task!r} have length 1"
             )
-        check_sample(task, self._generator(2), longest)
+        check_sample(task, type(without_layout(task)).__name__, self._generator(2), longest)
         self._rows_checksum = self._checksum()
         self._hold_out = HoldOut(task, holdout, longest, self.device)
         self.step = 0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedConfig, TrainerCallback
+from transformers import TrainerCallback
 
-from model_components._checks import Whole, check_value, declared_fields, refuse_unknown
+from model_components._checks import is_whole, refuse
 
 from .config import ThinkerConfig
 from .curriculum import CurriculumDataset
@@ -61,10 +61,6 @@ class Preset:
     batch_size: int = 64
     segments: int = 1
 
-    def __post_init__(self):
-        known = declared_fields(ThinkerConfig, PreTrainedConfig)
-        refuse_unknown(f"presets.{self.kind}", self.model, known)
-
     def data(
         self, task: Task, *, max_length: int | None = None, **options: Any
     ) -> CurriculumDataset:
@@ -91,6 +87,8 @@ class Preset:
                 f"{task.lengths[0]} to {task.lengths[-1]}"
             )
         longest = task.default_length if max_length is None else max_length
+        if not is_whole(longest, 1):
+            refuse("Preset.data", "max_length", longest, "a whole number, 1 or more")
         steps: Any
         schedule: Schedule
         if self.kind == "pointer":
@@ -173,7 +171,8 @@ class Preset:
             callbacks: Callbacks of the trainer, such as `RewindOnPeak`.
             **arguments: Arguments of `thinker_arguments`.
         """
-        check_value("Preset.trainer", "max_steps", max_steps, Whole)
+        if not is_whole(max_steps, 1):
+            refuse("Preset.trainer", "max_steps", max_steps, "a whole number, 1 or more")
         settings: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "warmup_steps": 50,
@@ -184,7 +183,7 @@ class Preset:
         }
         return ThinkerTrainer(
             model,
-            thinker_arguments(output_dir, max_steps=max_steps, **settings | arguments),
+            thinker_arguments(output_dir, max_steps=int(max_steps), **settings | arguments),
             train_dataset=data,
             step_loss=self.step_loss(),
             segments=self.segments,

@@ -130,11 +130,12 @@ def _train(
     edited: bool,
     progress: bool,
 ) -> TrainingReport:
+    begun = (out / "checkpoints").is_dir()  # before the trainer makes it
     trainer = _trainer_of(run, model, data, out, device=device, progress=progress)
     checkpoint = newest_whole(out / "checkpoints", "think train", trainer.needed_files())
     if checkpoint is not None:
         print(f"think train: continuing from {checkpoint}")
-    elif (out / "checkpoints").is_dir():
+    elif begun:
         print(f"think train: no checkpoint in {out} yet, so training starts over")
     begin = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -323,7 +324,7 @@ def _why_not_finished(folder: Path) -> str:
         return "no such folder"
     if (folder / "run.json").is_file():
         return "not finished; if think train made it, repeat that command"
-    return "not written by think train"
+    return "it has no run.json"
 
 
 def _run_in(folder: Path) -> Run:

@@ -35,6 +35,9 @@ class Schedule(ABC):
                 f"{type(self).__name__}: expected whole numbers with 1 <= min_length <= "
                 f"max_length, got min_length={both[0]!r} and max_length={both[1]!r}"
             )
+        # numpy's integers become plain ones, which tasks take
+        object.__setattr__(self, "min_length", int(self.min_length))
+        object.__setattr__(self, "max_length", int(self.max_length))
 
     def initial(self) -> list[float]:
         """Return the initial state; empty for schedules that do not use results."""
@@ -152,7 +155,8 @@ class Progressive(Schedule):
                 "Progressive: expected 0 <= retreat < threshold <= 1, got "
                 f"retreat={self.retreat} and threshold={self.threshold}"
             )
-        if not self.min_length <= self.first <= self.max_length or self.grow < 1:
+        is_inside = is_whole(self.first) and self.min_length <= self.first <= self.max_length
+        if not is_inside or not is_whole(self.grow, 1):
             raise ValueError(
                 "Progressive: expected start from min_length to max_length, and grow of 1 or more, "
                 f"got start={self.first} and grow={self.grow}"

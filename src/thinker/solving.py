@@ -20,6 +20,7 @@ from model_components._modes import evaluating
 from model_components._report import Report, Table
 
 from .checks import check_layout
+from .config import ThinkerConfig
 from .exits import ExitRule
 from .model import LatentThinker
 from .tasks import AtTokens, RowsTask, Sample, Task, TensorTask
@@ -98,9 +99,11 @@ def solve(
     >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
     [3, 1]
     """
-    if not isinstance(model, LatentThinker) or not isinstance(task, Task):
+    # its config tells that a model is a thinker, whatever compiled or wrapped it
+    if not isinstance(getattr(model, "config", None), ThinkerConfig) or not isinstance(task, Task):
         raise ValueError(
-            f"solve: expected a LatentThinker and a Task, got {model!r:.60} and {task!r:.60}"
+            "solve: expected a LatentThinker and a Task, got "
+            f"{type(model).__name__} and {type(task).__name__}"
         )
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise ValueError(f"solve: rows is {rows!r:.80}; expected a list of inputs")
@@ -142,6 +145,8 @@ def _ids_of(
                 f"solve: row {number} is {symbols!r:.80}; expected each row to be a string or a "
                 "list of symbols"
             )
+        if not symbols:
+            raise ValueError(f"solve: row {number} is empty; expected one symbol or more")
         listed.append(task.encode(symbols))
     _check_rows(listed, task)
     return listed
@@ -197,8 +202,6 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
         shortest += 1
     least = task.input_length(shortest)
     for number, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"solve: row {number} is empty; expected one symbol or more")
         if not all(is_whole(token, 0) and token < task.vocab_size for token in row):
             raise ValueError(
                 f"solve: row {number} is {row!r:.80}; expected ids from 0 to {task.vocab_size - 1}"

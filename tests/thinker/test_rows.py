@@ -184,8 +184,14 @@ def test_some_answers_may_be_empty():
     for given, target in zip(sample.tokens.tolist(), sample.targets.tolist(), strict=True):
         answers[task.decode(given)] = task.decode(target)
     assert answers == {"12": "2", "13": ""}
-    lengths = th.RowsTask([("a", ""), ("ab", "b")])  # always one symbol fewer
-    assert [lengths.output_length(n) for n in (1, 2)] == [1, 2]
+    # without the empty answer: one symbol, one more, one fewer
+    for answers, sizes in (("x", [1, 1, 1]), ("{}x", [2, 3, 4]), ("{}", [0, 1, 2])):
+        rows = [(text, answers.format(text)) for text in ("a", "ab", "abc")]
+        if answers == "{}":
+            rows = [("ab", "b"), ("abc", "bc"), ("abb", "bb")]
+        filled = th.RowsTask([*rows, ("bb", "")])
+        assert [filled.output_length(n) for n in (1, 2, 3)] == sizes, answers
+        assert filled.output_size == len(filled.symbols) + 1
     found = th.solve(solver(th.AtTokens(task), 3, latent_init="tokens"), task, ["13", "2"])
     assert len(found.answers) == 2
 
@@ -195,6 +201,14 @@ def test_inputs_with_several_answers_are_told_of():
         UserWarning, match=r"several answers \(1 in all\); \['a', 'b'\] has .* and \['c'\]"
     ):
         th.RowsTask([("ab", "b"), ("c", "c"), ("ab", "c")])
+
+
+def test_rows_of_another_layout_are_not_solved():
+    rows = [(text, text + text[0]) for text in ("ab", "ba", "aab", "aba")]
+    model = solver(th.AtTokens(th.RowsTask(rows)), 3, causal=True)
+    other = th.RowsTask([*rows, ("aaaa", "")])  # of the same symbols
+    with pytest.raises(ValueError, match=r"solve: the model's output_size is 2, but .* needs 3"):
+        th.solve(model, other, ["ab"])
 
 
 def test_a_row_shorter_than_those_of_training_is_solved():
@@ -330,7 +344,10 @@ def test_the_command_trains_on_a_file_and_tests_longer_rows(tmp_path, capsys):
     [
         (["nothing.jsonl"], "there is no file nothing.jsonl"),
         (["rows.jsonl", "--options", "symbols=3"], "takes no --options, got symbols=3"),
-        (["rows.jsonl", "--length", "9"], "max_length is 9, expected .*1 to 7"),
+        (
+            ["rows.jsonl", "--length", "9"],
+            "max_length is 9, expected at most 7, the length of the longest row",
+        ),
         (["rows.jsonl", "--preset", "grid"], "needs rows of one length, got lengths 5 to 7"),
         (["copy", "--preset", "scan", "--steps", "1", "6"], "--preset sets the steps, got --steps"),
         (["copy", "--preset", "grid"], "a task of grids of one size"),

@@ -213,7 +213,7 @@ def test_operands_longer_than_64_bits(base):
     [
         (
             lambda tokens: tokens[:, :-1],
-            r"Wrong.answer: expected .* \[2, 5\] or \[2, 1\] .*, got \[2, 4\]",
+            r"Wrong.answer: expected .* \[2, 5\] or \[2, 1\], got \[2, 4\]",
         ),
         (lambda tokens: [1], r"Wrong.answer: expected .*, got list"),
         (lambda tokens: tokens + 1, r"Wrong.sample: targets .* the task's output_size is 3"),
@@ -231,17 +231,16 @@ def test_a_users_wrong_answer_is_refused(answer, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: presets.scan(hiden_size=16),
-            "presets.scan: unknown field hiden_size; did you mean",
-        ),
         (lambda: presets.scan().data("copy"), r"expected a Task, such as .* got 'copy'"),
         (
             lambda: presets.scan().data(make_task("copy"), max_length="3"),
-            "got min_length=1 and max",
+            "max_length is '3', expected a whole",
         ),
         (lambda: presets.scan().trainer(None, None, "x", max_steps=0), "max_steps is 0, expected"),
-        (lambda: solve(make_task("copy"), None, [[1]]), "expected a LatentThinker and a Task, got"),
+        (
+            lambda: solve(make_task("copy"), None, [[1]]),
+            "a LatentThinker and a Task, got Copy and NoneT",
+        ),
     ],
 )
 def test_wrong_arguments_of_presets_are_refused(call, message):

@@ -31,9 +31,9 @@ class RowsTask(Task):
     of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
-    number of times as many, or the same number for all inputs. Other answers, some of which may be
-    empty, are padded with an end symbol, up to the smallest multiple of the input's length that
-    fits every answer. Only the lengths of inputs and answers decide which of these applies. If
+    number of times as many, or the same number for all inputs. Other answers are padded with an end
+    symbol, up to the smallest multiple of the input's length that fits every answer. Empty answers
+    are padded, too, and do not change which of these lengths the others have. If
     answers are longer by a fixed number of symbols, the inputs are padded to the answers' length,
     so that each symbol of an answer has a token of its own.
 
@@ -99,25 +99,25 @@ class RowsTask(Task):
     def _size_of_answers(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
         """Compute the length of answers: a multiple of the input's, plus a constant."""
         sizes = {(len(given), len(answer)) for given, answer in pairs}
-        ratio = max(-(-answer // given) for given, answer in sizes)
-        self._ends = False
-        self._pads = 0
-        one_answer = len({answer for _, answer in sizes}) == 1
+        # empty answers are padded, and do not change the length of the others
+        known = [(given, answer) for given, answer in sizes if answer]
+        more = {answer - given for given, answer in known}
+        fixed = {answer for _, answer in known}
         # inputs of one length with shorter answers: the answers probably have a fixed size
-        shorter = len(sizes) == 1 and all(answer < given for given, answer in sizes)
-        # an empty answer needs an end symbol, so that it has one position
-        has_empty = any(answer == 0 for _, answer in sizes)
-        if len({answer - given for given, answer in sizes}) == 1 and not shorter | has_empty:
+        shorter = len(known) == 1 and min(more) < 0
+        shortest = min(given for given, _ in sizes)
+        self._pads = 0
+        if len(more) == 1 and not shorter and shortest + min(more) >= 1:
             self._times = 1
-            self._more = next(answer - given for given, answer in sizes)
+            self._more = min(more)
             self._pads = max(0, self._more)
-        elif one_answer:
+        elif len(fixed) == 1:
             self._times = 0
-            self._more = next(answer for _, answer in sizes)
+            self._more = min(fixed)
         else:
-            self._times = ratio
+            self._times = max(-(-answer // given) for given, answer in known)
             self._more = 0
-            self._ends = any(given * ratio != answer for given, answer in sizes)
+        self._ends = any(self.output_length(given) != answer for given, answer in sizes)
 
     def _tensors(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> Sample:
         longest = len(pairs[-1][0])

@@ -199,11 +199,16 @@ class Task(ABC):
         return lengths, longest
 
 
-def check_sample(task: Task, generator: torch.Generator, length: int) -> None:
-    """Raise an error if a task's samples do not have the shapes and ids that the task declares."""
+def check_sample(task: Task, name: str, generator: torch.Generator, length: int) -> None:
+    """Raise an error if a task's samples do not have the shapes and ids that the task declares.
+
+    Args:
+        task: The task.
+        name: The name of its class, or of the class of the task that `AtTokens` wraps.
+        generator: The generator of the samples.
+        length: The length of the samples.
+    """
     sample = task.sample(generator, 2, length)
-    # the class that users know, not `AtTokens` around it
-    name = type(getattr(task, "task", task)).__name__
     try:  # training asks for rows of several lengths
         task.sample(generator, 2, torch.full((2,), length))
     except (TypeError, RuntimeError) as error:

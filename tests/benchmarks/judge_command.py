@@ -8,7 +8,10 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import torch
 
 from tests.benchmarks.pairwise_away import GUIDE
 from tests.benchmarks.pairwise_trial import DATA
@@ -22,9 +25,9 @@ def write_text() -> None:
     """Write the beginning of the guide: the command and what it prints."""
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     note = (
-        f"Printed for AlpacaEval's pairs and a frozen MiniLM, in {found['cpu_seconds'] / 60:.0f} CPU "
-        f"minutes with one thread. {found['hardware']}; {found['versions']}; {found['date']} at "
-        f"{found['commit']}."
+        f"Printed for AlpacaEval's pairs and a frozen MiniLM, in {found['seconds'] / 60:.1f} minutes "
+        f"with {found['threads']} threads ({found['cpu_seconds'] / 60:.1f} CPU minutes). "
+        f"{found['hardware']}; {found['versions']}; {found['date']} at {found['commit']}."
     )
     command = "$ model-components judge train pairs.jsonl runs/judge --encoder models/encoder"
     put(GUIDE, ["```console", command, *found["printed"], "```", "", note], "command")
@@ -40,15 +43,19 @@ def main(arguments: list[str] | None = None) -> None:
         words = ["judge", "train", str(real.data(DATA)), str(out), "--encoder", str(real.minilm())]
         program = "import sys; from model_components._cli import main; sys.exit(main(sys.argv[1:]))"
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        begin = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True, check=True
         )
+        wall = time.perf_counter() - begin
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         printed = done.stdout.replace(str(out), "runs/judge").rstrip().split("\n")
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     found = {
         # as the terminal has it, without the spaces at the ends of lines
         "printed": [line.rstrip() for line in printed],
+        "seconds": round(wall),
+        "threads": torch.get_num_threads(),  # the command's default, too
         "cpu_seconds": round(seconds),
         "hardware": hardware(),
         "versions": versions("torch", "transformers"),

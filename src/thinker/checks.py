@@ -91,15 +91,20 @@ def check_tokens(
     if config.mixer == "mlp":
         _check_places(config, tokens, mask if values else None)
     if values and tokens.numel():
-        # on a GPU such an id fails an assertion, which is reported by some later operation
-        low = int(tokens.min())
-        high = int(tokens.max())
-        if low < 0 or high >= config.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"LatentThinker: a token id is {wrong}; expected 0 to vocab_size - 1, "
-                f"{config.vocab_size - 1}"
-            )
+        _check_ids(config, tokens)
+
+
+def _check_ids(config: ThinkerConfig, tokens: Tensor) -> None:
+    """Check that token ids are in the vocabulary."""
+    # on a GPU such an id fails an assertion, which is reported by some later operation
+    low = int(tokens.min())
+    high = int(tokens.max())
+    if low < 0 or high >= config.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"LatentThinker: a token id is {wrong}; expected 0 to vocab_size - 1, "
+            f"{config.vocab_size - 1}"
+        )
 
 
 def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> None:

@@ -99,20 +99,8 @@ def solve(
     >>> [len(answer) for answer in solve(model, task, [[1, 0, 1], [1]], max_steps=4).answers]
     [3, 1]
     """
-    # its config tells that a model is a thinker, whatever compiled or wrapped it
-    if not isinstance(getattr(model, "config", None), ThinkerConfig) or not isinstance(task, Task):
-        raise ValueError(
-            "solve: expected a LatentThinker and a Task, got "
-            f"{type(model).__name__} and {type(task).__name__}"
-        )
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise ValueError(f"solve: rows is {rows!r:.80}; expected a list of inputs")
+    _check_kinds(model, task, rows)
     inner = without_layout(task)
-    if isinstance(inner, TensorTask) and inner.mask is not None:
-        raise ValueError(
-            "solve: task is a TensorTask with a mask, which rows cannot carry; expected a task "
-            "without a mask; call model(tokens, mask) instead"
-        )
     if model.config.at_tokens:
         task = AtTokens(inner)
     check_layout("solve", model.config, task)
@@ -131,6 +119,24 @@ def solve(
     ordered = [found[number] for number in range(len(listed))]
     answers, steps, settled = zip(*ordered, strict=True)
     return Solutions(answers, steps, settled)
+
+
+def _check_kinds(model: object, task: object, rows: object) -> None:
+    """Check that the model is a thinker, and that it can solve rows of this kind for this task."""
+    # the config identifies a thinker even if the model was compiled or wrapped
+    if not isinstance(getattr(model, "config", None), ThinkerConfig) or not isinstance(task, Task):
+        raise ValueError(
+            "solve: expected a LatentThinker and a Task, got "
+            f"{type(model).__name__} and {type(task).__name__}"
+        )
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise ValueError(f"solve: rows is {rows!r:.80}; expected a list of inputs")
+    inner = without_layout(task)
+    if isinstance(inner, TensorTask) and inner.mask is not None:
+        raise ValueError(
+            "solve: task is a TensorTask with a mask, which rows cannot carry; expected a task "
+            "without a mask; call model(tokens, mask) instead"
+        )
 
 
 def _ids_of(

@@ -33,9 +33,9 @@ class RowsTask(Task):
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
     number of times as many, or the same number for all inputs. Other answers are padded with an end
     symbol, up to the smallest multiple of the input's length that fits every answer. Empty answers
-    are padded, too, and do not change which of these lengths the others have. If
-    answers are longer by a fixed number of symbols, the inputs are padded to the answers' length,
-    so that each symbol of an answer has a token of its own.
+    are padded, too, and do not change the layout of the others. If answers are longer by a fixed
+    number of symbols, the inputs are padded to the answers' length, so that each symbol of an
+    answer has a token of its own.
 
     A `CurriculumDataset` holds out a share of the inputs of each length with at least 10 different
     ones, and trains on the others. Rows longer than its schedule's longest length are used only for

@@ -50,11 +50,12 @@ class SequenceTask(Task):
         """Check the shape of the answer that a subclass computed."""
         size = self.output_length(longest)
         shape = list(answer.shape) if isinstance(answer, Tensor) else []
-        is_batch = len(shape) == 2 + self.by_step and shape[0] == batch
-        # a task that sets the length of its answers may have narrower ones in some batches
-        narrower = size != longest and 1 <= shape[-1] <= size if shape else False
-        if is_batch and (shape[-1] in (1, longest) or narrower):
-            return
+        if len(shape) == 2 + self.by_step and shape[0] == batch:
+            width = shape[-1]
+            # a task that sets the length of its answers may have narrower ones in some batches
+            is_narrower = size != longest and 1 <= width <= size
+            if width in (1, longest) or is_narrower:
+                return
         steps = ["T"] * self.by_step
         raise ValueError(
             f"{type(self).__name__}.answer: expected a tensor of shape {[batch, *steps, size]} or "

@@ -219,9 +219,9 @@ def check_sample(task: Task, name: str, generator: torch.Generator, length: int)
     if not isinstance(sample, Sample):
         raise ValueError(f"{name}.sample returned {type(sample).__name__}; expected a Sample")
     sizes = len(sample.tokens), sample.targets.shape[-1] if sample.targets.dim() else 0
-    for column, size, dims, high in (
-        ("tokens", task.input_length(length), 2, task.vocab_size),
-        ("targets", task.output_length(length), 3 if task.by_step else 2, task.output_size),
+    for column, size, dims, limit in (
+        ("tokens", task.input_length(length), 2, "vocab_size"),
+        ("targets", task.output_length(length), 3 if task.by_step else 2, "output_size"),
     ):
         ids = getattr(sample, column)
         if ids.dim() != dims or len(ids) != sizes[0] or not 1 <= ids.shape[-1] <= size:
@@ -232,7 +232,7 @@ def check_sample(task: Task, name: str, generator: torch.Generator, length: int)
             )
         if column == "targets":
             ids = ids[ids != IGNORED]
-        _check_ids(f"{name}.sample: {column}", ids, high, _SIZES[column])
+        _check_ids(f"{name}.sample: {column}", ids, limit, getattr(task, limit))
     optional = {"mask": sample.tokens.shape, "distance": sizes, "key": sizes[:1]}
     for column, shape in optional.items():
         value = getattr(sample, column)
@@ -242,18 +242,15 @@ def check_sample(task: Task, name: str, generator: torch.Generator, length: int)
             )
 
 
-_SIZES = {"tokens": "vocab_size", "targets": "output_size"}  # the property that limits the ids
-
-
-def _check_ids(what: str, ids: Tensor, high: int, size: str) -> None:
-    """Check that ids are int64 from 0 to ``high`` - 1; an empty tensor is fine."""
+def _check_ids(what: str, ids: Tensor, limit: str, high: int) -> None:
+    """Check that ids are int64 and below ``high``, the task's ``limit``; there may be none."""
     if ids.dtype == torch.int64 and not ids.numel():
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:
         span = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
         raise ValueError(
             f"{what} have dtype {ids.dtype}{span}; expected int64 from 0 to {high - 1}, because "
-            f"the task's {size} is {high}"
+            f"the task's {limit} is {high}"
         )
 
 

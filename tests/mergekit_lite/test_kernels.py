@@ -376,3 +376,10 @@ def test_ranks_are_exact_where_magnitudes_are_alike(columns, values, tmp_path):
                 merge_models(models, method, base_model={"w": base}, out=out, **given)
                 files.append((out / "model.safetensors").read_bytes())
             assert files[0] == files[1]
+    files = []
+    for impl in ("eager", "fused"):
+        out = tmp_path / f"arcee_fusion-{impl}"
+        given = {"base_model": {"w": base}, "out": out, "impl": impl, "progress": False}
+        merge_models(models[:1], "arcee_fusion", **given)
+        files.append((out / "model.safetensors").read_bytes())
+    assert files[0] == files[1]

@@ -18,6 +18,7 @@ from mergekit_lite.engine.programs import PROGRAMS
 from mergekit_lite.engine.selector import Selector
 from mergekit_lite.engine.tiles import EVERY
 from mergekit_lite.methods import COMPILED, PerModel, get_method
+from tests.mergekit_lite import reference
 from tests.mergekit_lite.cases import CASES, NAME, SEED, inputs_for, reference_for, split
 from tests.support.equivalence import judge
 
@@ -412,3 +413,16 @@ def test_nothing_is_selected_where_variances_overflow(tmp_path):
         options = {"base_model": tmp_path / "base", "select_topk": 0.0, "impl": impl}
         merge_models(models, "sce", out=out, progress=False, **options)
         assert load_file(out / "model.safetensors")["w"].eq(0).all()
+
+
+@pytest.mark.parametrize("impl", ["fused", "eager"])
+def test_arcee_fusion_chooses_as_float64_does_where_rows_barely_differ(impl, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    # magnitudes of real weights; a float32 sum of p log(p / q) is mostly rounding here
+    base = torch.randn(64, 1024, generator=generator) * 0.02
+    model = base + torch.randn(64, 1024, generator=generator) * 1e-3
+    out = tmp_path / "out"
+    given = {"base_model": {"w": base}, "out": out, "impl": impl, "progress": False}
+    merge_models([{"w": model}], "arcee_fusion", **given)
+    expected = reference.arcee_fusion([model.double()], base.double()).float()
+    assert torch.equal(load_file(out / "model.safetensors")["w"], expected)

@@ -808,6 +808,52 @@ def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
     return bad
 
 
+@_kernel
+def _importance(row, base, divergence, scores):
+    for i in range(row.size):
+        scores[i] = abs(row[i] - base[i]) * divergence
+
+
+@_kernel
+def importance(raw, n, columns, divergences, work, scores):
+    """Write each element's change in magnitude, times its row's divergence, to ``scores`` (n,).
+
+    The block consists of whole rows of the tensor.
+    """
+    model = work[0]
+    base = work[1]
+    for row in range(n // columns):
+        last = (row + 1) * columns
+        for start in range(row * columns, last, TILE):
+            stop = min(start + TILE, last)
+            count = stop - start
+            _load(raw[0, start:stop], model[:count])
+            _load(raw[1, start:stop], base[:count])
+            _importance(model[:count], base[:count], divergences[row], scores[start:stop])
+    return False
+
+
+@_kernel
+def _pick(row, base, scores, threshold):
+    for i in range(row.size):
+        row[i] = row[i] if scores[i] >= threshold else base[i]
+
+
+@_kernel
+def pick_important(raw, n, scores, threshold, work, out):
+    """Write the model's elements whose score is at least ``threshold``, and else the base's."""
+    bad = False
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        model = work[0, : stop - start]
+        base = work[1, : stop - start]
+        _load(raw[0, start:stop], model)
+        _load(raw[1, start:stop], base)
+        _pick(model, base, scores[start:stop], threshold)
+        bad |= _store(model, out[start:stop])
+    return bad
+
+
 def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[str, bytes]:
     """Compile a kernel for arguments of the given kinds.
 

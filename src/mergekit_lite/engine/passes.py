@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..dtypes import BFLOAT16, FLOAT32, Array, numbers
 from ..files import Source
-from ..methods import BY_ROWS, STRETCH
+from ..methods import BY_ROWS, STRETCH, fusion
 from ..methods.noise import stream_keys
 from ..planning import TensorPlan
 from . import native
@@ -45,6 +45,11 @@ Finish = Callable[[Array, int, int, int, Array], bool]
 ``raw`` has ``count`` elements of every input, ``place`` is the index of the first one in the
 tensor, and ``block`` is the block's number. The result is written to ``out``. The function returns
 whether the result has NaN or infinity."""
+
+Scores = Callable[[Array, int, int], Array]
+"""A function that computes the scores of a block's elements, ``scores(raw, count, block)``.
+
+It returns two rows in float32: scores of at least 0, and zeros."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
@@ -239,8 +244,12 @@ class FusedTensor:
         kind = TRIM if len(selectors) == self.models else MIDDLE
         return Kept(kind, float32([selector.threshold for selector in selectors]), selectors)
 
-    def _search(self, selectors: Sequence[Selector]) -> None:
-        """Make one pass over the tensor for all selectors."""
+    def _search(self, selectors: Sequence[Selector], scores: Scores | None = None) -> None:
+        """Make one pass over the tensor for all selectors.
+
+        They select among the scores of the elements, or else among the magnitudes of each model's
+        change.
+        """
         lows = np.array([selector.low for selector in selectors], np.uint32)
         highs = np.array([selector.high for selector in selectors], np.uint32)
         top = np.uint32(selectors[0].top)
@@ -250,6 +259,9 @@ class FusedTensor:
             above = np.zeros(len(selectors), np.int64)
             inside = np.zeros(len(selectors), np.int64)
             arguments = (lows, highs, top, patterns, above, inside, self.work())
+            if scores is not None:
+                # the kernel subtracts a base from its input: scores have a base of zeros
+                raw = scores(raw, count, block)
             if native.run("window", raw, count, self.models, *arguments):
                 raise _nan(self.plan)
             for k, selector in enumerate(selectors):
@@ -260,6 +272,42 @@ class FusedTensor:
         self.each(work)
         for selector in selectors:
             selector.advance()
+
+    def fused_by_importance(self) -> Finish:
+        """Return a `Finish` that selects elements of the only model or the base, as `arcee_fusion`.
+
+        The first pass computes the divergences of all rows, the next ones the quartiles.
+        """
+        divergences: dict[int, Array] = {}
+        stride = max(1, self.size // (_STRETCHES * _STRETCH))  # of the elements in the sample
+
+        def scores(raw: Array, count: int, block: int) -> Array:
+            rows = self._buffers.get("scores", 2, max(BLOCK, self._span), np.float32)
+            rows[1] = 0  # the base, see `_search`
+            arguments = (self._columns, divergences[block], self.work(), rows[0])
+            native.run("importance", raw, count, *arguments)
+            return rows
+
+        def measure(raw: Array, count: int, place: int, block: int) -> Array:
+            changed, origin = raw[:, :count].reshape(2, -1, self._columns)
+            divergences[block] = fusion.row_divergences(changed, origin)
+            return scores(raw, count, block)[0, :count:stride].copy()
+
+        sample = np.concatenate(self.each(measure)).view(np.int32)
+        selectors = []
+        for place in fusion.quartile_places(self.size):
+            # a total above the size, so that the smallest score is searched for, too
+            selectors.append(Selector(self.size - place, self.size + 1, sample))
+        while not all(selector.done for selector in selectors):
+            self._search(selectors, scores)
+        quartiles = [selector.threshold for selector in selectors]
+        threshold = np.float32(fusion.outlier_threshold(*quartiles))
+
+        def finish(raw: Array, count: int, place: int, block: int, out: Array) -> bool:
+            arguments = (scores(raw, count, block)[0], threshold, self.work(), out)
+            return native.run("pick_important", raw, count, *arguments)
+
+        return finish
 
     def drawn(self, density: Sequence[float]) -> Kept:
         """Return settings with which kernels make the same random choices as `noise.Noise.keep`."""

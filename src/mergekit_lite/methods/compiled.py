@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from .averaging import linear, passthrough, task_arithmetic
 from .dropping import dare_linear, dare_ties, della, della_linear
+from .fusion import arcee_fusion
 from .parameters import Bound
 from .registry import MergeMethod
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
-BY_ROWS = (della, della_linear)
+BY_ROWS = (della, della_linear, arcee_fusion)
 """Methods whose kernels need whole rows; other kernels work on any range of elements."""
 
 COMPILED = (

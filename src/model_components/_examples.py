@@ -6,7 +6,7 @@ import json
 import random
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,34 +294,41 @@ def first_answer(example: Example) -> Answer:
 
 
 def split_examples(
-    texts: TextExamples, share: float, most: int
-) -> tuple[list[Example], list[Example]]:
-    """Split examples at random into training examples and held-out examples.
+    tasks: Sequence[TextExamples], share: float, most: int
+) -> list[tuple[list[Example], list[Example]]]:
+    """Split the examples of each task at random into training examples and held-out examples.
 
     All examples of a row go to the same set. Training rows whose first prompt is also that of a
-    held-out row are dropped, and so are texts without a prompt that equal a held-out text. The
-    split does not depend on a run's seed, so that runs with different seeds can be compared.
+    held-out row of any task are dropped, and so are texts without a prompt that equal a held-out
+    text. The split does not depend on a run's seed, so that runs with different seeds can be
+    compared.
 
     Args:
-        texts: The examples.
-        share: The share of rows to hold out.
-        most: The maximum number of rows to hold out.
+        tasks: The examples of each task.
+        share: The share of a task's rows to hold out.
+        most: The maximum number of a task's rows to hold out.
 
     Returns:
-        The training examples, and the held-out examples (at least one).
+        For each task, the training examples, and the held-out examples (at least one).
     """
-    # each piece of a plain text has its own number, so that one text can be split
-    by_row: dict[int, list[Example]] = {}
-    for row, example in zip(texts.rows, texts.examples, strict=True):
-        by_row.setdefault(row, []).append(example)
-    shuffled = list(by_row.values())
-    random.Random(0).shuffle(shuffled)
-    count = max(1, min(most, round(share * len(shuffled))))
-    held_out = [example for row in shuffled[:count] for example in row]
-    # the first example of a conversation has the shortest prompt, with which the others begin
-    keys = {_key(row[0]) for row in shuffled[:count]}
-    train = [example for row in shuffled[count:] if _key(row[0]) not in keys for example in row]
-    return train, held_out
+    keys = set()
+    split = []
+    for texts in tasks:
+        # each piece of a plain text has its own number, so that one text can be split
+        by_row: dict[int, list[Example]] = {}
+        for row, example in zip(texts.rows, texts.examples, strict=True):
+            by_row.setdefault(row, []).append(example)
+        shuffled = list(by_row.values())
+        random.Random(0).shuffle(shuffled)
+        count = max(1, min(most, round(share * len(shuffled))))
+        split.append((shuffled[count:], shuffled[:count]))
+        # the first example of a conversation has the shortest prompt, with which the others begin
+        keys |= {_key(row[0]) for row in shuffled[:count]}
+    parts = []
+    for rows, held_out in split:
+        train = [row for row in rows if _key(row[0]) not in keys]
+        parts.append((list(chain(*train)), list(chain(*held_out))))
+    return parts
 
 
 def _key(example: Example) -> tuple[int, ...]:

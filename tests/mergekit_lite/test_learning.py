@@ -320,6 +320,25 @@ def test_the_command_does_as_the_function(folder, capsys):
     assert f"another run is writing to it now (process {os.getpid()}" in capsys.readouterr().err
 
 
+def test_no_task_trains_on_the_held_out_prompts_of_another(folder):
+    rows = [json.loads(line) for line in (folder / DATA[0]).read_text().splitlines()]
+    # the same prompts in another order, so that other ones are held out
+    (folder / DATA[1]).write_text("\n".join(map(json.dumps, rows[::-1])))
+    tokenizer = AutoTokenizer.from_pretrained("model0")
+    tasks = read_tasks(DATA, tokenizer, LearnConfig(held_out=0.3))
+    prompts = [{e["input_ids"][0] for e in part} for t in tasks for part in (t.train, t.test)]
+    trained, held_out = prompts[0] | prompts[2], prompts[1] | prompts[3]
+    assert prompts[1] != prompts[3]
+    assert not trained & held_out
+
+
+def test_the_average_may_be_compared_and_stands_in_the_table_once():
+    report = learned(start="regmean", compare=("average",))
+    assert list(report.losses)[2:4] == ["regmean", "average"]
+    report = learned("other", start="average", compare=("average", "linear", "regmean"))
+    assert list(report.losses)[2:4] == ["average", "regmean"]
+
+
 def test_rows_in_memory_and_names_that_are_alike(folder):
     for k in range(2):
         (folder / f"run{k}").mkdir()
@@ -371,10 +390,20 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
             "task 0 has no examples to train on: all 1 are held out",
         ),
         ({"rank": 0}, "rank is 0"),
+        ({"start": "./nowhere"}, "start: there is no such method or folder: .*nowhere"),
+        ({"start": "longer", "train": "lora"}, r"embed_tokens.* shapes \[96, 16\] .*\[97, 16\]"),
+        ({"start": "reversed", "train": "lora"}, "their tokenizers differ"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(settings, message, folder):
     given = {"components": MODELS, "data": DATA, **SHORT, **settings}
+    tokens = [f"t{i}" for i in range(97)]
+    if settings.get("start") == "longer":
+        save(tiny("llama", 2, vocab_size=97), folder / "longer")
+        save_tokenizer(folder / "longer", tokens)
+    elif settings.get("start") == "reversed":
+        save(tiny("llama", 2), folder / "reversed")
+        save_tokenizer(folder / "reversed", tokens[95::-1])
     with pytest.raises(ValueError, match=message):
         learn_merge(given.pop("components"), given.pop("data"), out="out", **given)
     assert not list(folder.glob("out*"))

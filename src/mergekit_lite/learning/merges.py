@@ -23,8 +23,9 @@ def merges_of(config: LearnConfig, count: int, base: str | None) -> list[str]:
         for name in names:
             _check_method(field, name, count, base)
     # average is linear with equal weights, so the table has only one of them
-    start = "linear" if config.start == "average" else config.start
-    return [name for name in compared if name != start]
+    alike = ("average", "linear")
+    starts = alike if config.start in alike else (config.start,)
+    return [name for name in compared if name not in starts]
 
 
 def is_folder(name: str) -> bool:
@@ -34,12 +35,13 @@ def is_folder(name: str) -> bool:
 
 def _check_method(field: str, name: str, count: int, base: str | None) -> None:
     """Raise an error if a method requires settings that `learn_merge` does not give it."""
-    if name in CALIBRATED:
+    if name in (*CALIBRATED, "average"):
         return
     try:
         method = get_method(name)
     except ValueError as error:
-        raise ValueError(f"{OPERATION}: {field}: {error}") from error
+        kinds = "method or folder" if field == "start" else "method"
+        raise ValueError(f"{OPERATION}: {field}: there is no such {kinds}: {error}") from error
     if method.base == "required" and base is None:
         raise ValueError(f"{OPERATION}: expected a base, as {name} in {field} requires, got none")
     # weight may be required, because `_merge` gives every model the weight 1

@@ -32,6 +32,7 @@ from ..functional import merge_models
 from ..masks.config import KLConfig
 from ..masks.data import MaskCollator, TaskMixture, cache_teachers
 from ..masks.layers import MaskedLayer
+from ..masks.loading import refuse_unlike
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
@@ -99,6 +100,8 @@ def learn_merge(
     length = readable_tokens(read_config(first, OPERATION), config.max_length)
     config = replace(config, max_length=length)
     tasks = read_tasks(data, tokenizer, config)
+    if is_folder(config.start):
+        _check_start(config.start, first)
     teachers = Merger.from_pretrained(names, dtype=config.dtype, granularity=config.granularity).to(
         "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -155,6 +158,14 @@ def _check_devices() -> None:
             f"processes and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0, or train a Merger with "
             "MaskTrainer under torchrun"
         )
+
+
+def _check_start(start: str, first: Path) -> None:
+    """Raise an error if the model in ``start`` differs from the components in more than weights."""
+    folders: list[Any] = [first, open_source(start).folder]
+    configs = [read_config(folder, OPERATION) for folder in folders]
+    labels = ["the first component", start]
+    refuse_unlike(configs, folders, labels, AutoModelForCausalLM, {}, strict=True)
 
 
 def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:

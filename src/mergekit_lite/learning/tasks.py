@@ -42,15 +42,15 @@ class Task:
 
 def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
     """Read the examples of each component, and hold out some of them."""
+    read = [TextExamples(source, tokenizer, max_length=config.max_length) for source in data]
+    parts = split_examples(read, config.held_out, _MOST_HELD_OUT)
     tasks: list[Task] = []
-    for number, source in enumerate(data):
+    for number, (source, texts, (train, test)) in enumerate(zip(data, read, parts, strict=True)):
         name = f"task {number}"
         if isinstance(source, (str, Path)):
             name = Path(source).name.partition(".")[0]
         if name in [task.name for task in tasks]:
             name = f"{name} {number}"
-        texts = TextExamples(source, tokenizer, max_length=config.max_length)
-        train, test = split_examples(texts, config.held_out, _MOST_HELD_OUT)
         if not train:
             raise ValueError(
                 f"{OPERATION}: {name} has no examples to train on: all {len(texts)} are held out, "

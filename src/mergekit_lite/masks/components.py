@@ -244,7 +244,7 @@ def say_or_refuse(
         more = ""
     lines = "\n- ".join(differences[:5]) + more
     if strict:
-        raise ValueError(f"Merger: these models cannot be merged by masks:\n- {lines}")
+        raise ValueError(f"Merger: these models cannot be merged:\n- {lines}")
     warnings.warn(
         f"Merger: the components differ; the {whose} versions are used:\n- {lines}",
         stacklevel=3,

@@ -67,7 +67,7 @@ def test_a_run_writes_all_that_it_promises(base):
     report = tuned(base, "run", learning_rate=1e-2)
     out = base.parent / "run"
     tokenizer = AutoTokenizer.from_pretrained(base)
-    _, held_out = split_examples(TextExamples(ROWS, tokenizer), 0.1, 200)
+    ((_, held_out),) = split_examples([TextExamples(ROWS, tokenizer)], 0.1, 200)
     untuned, merged = (AutoModelForCausalLM.from_pretrained(f) for f in (base, out / "model"))
     assert report.loss_before == pytest.approx(plain_loss(untuned, held_out), rel=1e-5)
     assert report.loss == pytest.approx(plain_loss(merged, held_out), rel=1e-4)
@@ -259,19 +259,19 @@ def test_prompts_are_not_split_between_training_and_held_out_rows():
         for prompt in range(10, 15)
         for answer in range(20, 24)
     ]
-    train, held_out = split_examples(Rows(examples), 0.1, 200)
+    ((train, held_out),) = split_examples([Rows(examples)], 0.1, 200)
     assert len(held_out) == 2
     assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
     # all answers of a conversation are on one side
     rows = [n // 4 for n in range(20)]
-    train, held_out = split_examples(Rows(examples, rows), 0.2, 200)
+    ((train, held_out),) = split_examples([Rows(examples, rows)], 0.2, 200)
     assert (len(train), len(held_out)) == (16, 4)
     # equal texts are on one side
     texts = [{"input_ids": [i % 4, i % 4], "labels": [i % 4, i % 4]} for i in range(20)]
-    train, held_out = split_examples(Rows(texts), 0.1, 200)
+    ((train, held_out),) = split_examples([Rows(texts)], 0.1, 200)
     assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
     different = [{"input_ids": [i, i], "labels": [i, i]} for i in range(20)]
-    assert [len(part) for part in split_examples(Rows(different), 0.5, 4)] == [16, 4]
+    assert [len(part) for part in split_examples([Rows(different)], 0.5, 4)[0]] == [16, 4]
 
 
 @pytest.mark.parametrize("name", ["model", "adapter", "answers.json", "curves.png"])

@@ -625,8 +625,11 @@ def test_a_config_that_its_tensors_contradict_is_refused(tmp_path):
 def test_a_layer_that_lacks_tensors_is_refused(tmp_path):
     path = save(tiny("llama", num_hidden_layers=6), tmp_path / "m")
     state = load_file(tmp_path / "m" / "model.safetensors")
+    settings = tmp_path / "m" / "config.json"
+    # a family that is not known may have no norm in the first layer
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_type": "other"}))
     lost = ["model.layers.3.mlp.up_proj.weight", "model.layers.4.self_attn.q_proj.weight"]
-    first = "model.layers.0.input_layernorm.weight"  # some architectures have none there
+    first = "model.layers.0.input_layernorm.weight"
     kept = {name: value for name, value in state.items() if name not in [*lost, first]}
     save_file(kept, tmp_path / "m" / "model.safetensors")
     with pytest.raises(PlanError, match=rf"expected {lost[0]}, {lost[1]} as in .*, got none"):
@@ -638,6 +641,146 @@ def test_a_layer_that_lacks_tensors_is_refused(tmp_path):
         tmp_path / "m" / "model.safetensors",
     )
     merge_models([path], "passthrough", progress=False)
+    gone = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        {name: value for name, value in state.items() if name != gone},
+        tmp_path / "m" / "model.safetensors",
+    )
+    with pytest.raises(PlanError, match=f"expected {gone} as in the other layers"):
+        merge_models([path], "passthrough", progress=False)
+
+
+@pytest.mark.parametrize("layers", [2, 4, 6])
+@pytest.mark.parametrize("lost", ["0.input_layernorm", "0.mlp.up_proj", "1.self_attn.k_proj"])
+def test_layers_of_a_known_family_are_alike(layers, lost, tmp_path):
+    save(tiny("llama", num_hidden_layers=layers), tmp_path / "m")
+    name = f"model.layers.{lost}.weight"
+    broken = without(tmp_path / "m", tmp_path / "broken", name)
+    with pytest.raises(PlanError, match=f"expected {name} as in the other layers"):
+        merge_models([broken], "passthrough", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("llama", {"hidden_size": 48}, "embed_tokens.weight with 48 columns, the hidden_size in"),
+        ("llama", {"intermediate_size": 60}, "mlp.up_proj.weight with 60 rows, the intermediate"),
+        (
+            "llama",
+            {"num_attention_heads": 8},
+            "q_proj.weight with .*, the num_attention_heads times",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 1},
+            "k_proj.weight with .*, the num_key_value_heads times",
+        ),
+        ("llama", {"attention_bias": True}, "self_attn.q_proj.bias, as attention_bias in config"),
+        ("llama", {"mlp_bias": True}, "mlp.up_proj.bias, as mlp_bias in config"),
+        ("llama", {"num_hidden_layers": "2"}, "num_hidden_layers .* a whole number, got '2'"),
+        ("llama", {"vocab_size": 96.0}, "vocab_size .* a whole number, got 96.0"),
+        ("mixtral", {"num_local_experts": 9}, "expected .*experts.3.w1.weight, got none"),
+    ],
+)
+def test_a_config_with_other_sizes_than_the_tensors_is_refused(kind, change, words, tmp_path):
+    given = {"head_dim": 4} if kind == "llama" else {}
+    save(tiny(kind, **given), tmp_path / "m")
+    settings = tmp_path / "m" / "config.json"
+    merge_models([tmp_path / "m"], "passthrough", progress=False)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
+    with pytest.raises(PlanError, match=words):
+        merge_models([tmp_path / "m"], "passthrough", progress=False)
+    with pytest.warns(UserWarning, match=words):
+        merge_models([tmp_path / "m"], "passthrough", progress=False, allow_incomplete=True)
+
+
+def test_a_matrix_of_an_expert_is_missed(tmp_path):
+    save(tiny("mixtral"), tmp_path / "m")
+    for number, matrix in enumerate(("0.w1", "1.w2")):
+        name = f"model.layers.1.block_sparse_moe.experts.{matrix}.weight"
+        broken = without(tmp_path / "m", tmp_path / str(number), name)
+        with pytest.raises(PlanError, match=f"expected {name}, got none"):
+            merge_models([broken], "passthrough", progress=False)
+
+
+def sliced(path, *ranges):
+    pieces = [{"sources": [{"model": str(path), "layer_range": list(r)}]} for r in ranges]
+    return load_recipe(json.dumps({"merge_method": "passthrough", "slices": pieces}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits", "fails"),
+    [
+        # lists say which layers have experts; the merge moves them with the layers
+        ({"mlp_only_layers": [0]}, [(0, 2), (0, 4)], None),
+        # every second layer has experts, whatever its origin
+        ({"decoder_sparse_step": 2}, [(0, 2), (0, 4)], [(0, 2), (1, 4)]),
+        # the first layer has none: only as the first layer of the output
+        ({"decoder_sparse_step": 1}, [(0, 3), (1, 4)], None),
+    ],
+)
+def test_slices_leave_each_layer_where_the_config_has_its_kind(settings, fits, fails, tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        **settings,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "m")
+    merge_models(sliced(tmp_path / "m", *fits), out=tmp_path / "out", progress=False)
+    load_strictly(tmp_path / "out")
+    if fails is not None:
+        with pytest.raises(PlanError, match=r"expected model.layers.2 to be a layer of the kind"):
+            merge_models(sliced(tmp_path / "m", *fails), progress=False)
+
+
+def test_only_the_first_layer_of_deepseek_may_be_dense(tmp_path):
+    config = transformers.DeepseekV3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "m")
+    merge_models(sliced(tmp_path / "m", (0, 3), (1, 4)), out=tmp_path / "out", progress=False)
+    load_strictly(tmp_path / "out")
+    with pytest.raises(PlanError, match=r"expected model.layers.2 to be a layer of the kind"):
+        merge_models(sliced(tmp_path / "m", (0, 2), (0, 4)), progress=False)
+
+
+@pytest.mark.parametrize(("wanted", "share"), [("lm_head", 1.0), ("embed_tokens", 0.0)])
+def test_a_filter_calls_a_tied_head_a_head(wanted, share, tmp_path):
+    tied, whole = tiny("llama", 0, tie_word_embeddings=True), tiny("llama", 1)
+    save(tied, tmp_path / "tied")
+    save(whole, tmp_path / "whole")
+    weight = [{"filter": wanted, "value": 1.0}, {"value": 0.0}]
+    models = [{"model": str(tmp_path / "tied"), "parameters": {"weight": weight}}]
+    models.append({"model": str(tmp_path / "whole"), "parameters": {"weight": 0.0}})
+    recipe = {"merge_method": "linear", "models": models, "parameters": {"normalize": False}}
+    merged = merge_models(load_recipe(json.dumps(recipe)), progress=False)
+    embedding = tied.get_input_embeddings().weight
+    assert torch.equal(merged["lm_head.weight"], share * embedding)
+    assert torch.equal(merged["model.embed_tokens.weight"], (1 - share) * embedding)
 
 
 def test_a_single_file_beside_an_index_is_read_as_by_transformers(tmp_path):
@@ -782,11 +925,14 @@ def test_layers_beyond_the_config_are_noted(tmp_path):
     assert f"expected {count - 1} layers, as in config.json" in str(report)
 
 
-def test_families_with_an_embedding_and_a_norm_have_them():
-    from mergekit_lite.planning.checks import WITH_ENDS
+def test_families_are_as_the_checks_of_complete_models_know_them():
+    from mergekit_lite.planning.complete import LLAMA_LIKE, UNTIED
 
-    for model_type in WITH_ENDS:
-        config = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=1)
+    for model_type in LLAMA_LIKE:
+        config = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=6)
         with torch.device("meta"):
             names = transformers.AutoModelForCausalLM.from_config(config).state_dict()
         assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(names), model_type
+        layers = [{n for n in names if n.startswith(f"model.layers.{i}.")} for i in range(6)]
+        assert len({len(layer) for layer in layers}) == 1, model_type
+        assert not config.tie_word_embeddings or model_type not in UNTIED

@@ -14,11 +14,10 @@ from .checks import (
     check_copies,
     compare_configs,
     compare_tokenizers,
-    layers_beyond,
-    missing_tensors,
     template_problems,
     tensor_problems,
 )
+from .complete import layers_beyond, misplaced_layer, missing_tensors
 from .configs import output_config
 from .layout import Layout, Slot, layer_of, stacked_slices, whole_models, with_layer
 from .models import Models, PlannedSource, open_models, truncate_vocabularies
@@ -140,6 +139,13 @@ def make_plan(
         first = piece.sources[0]
         assert first.layer_range is not None  # as `Slice` checks
         spans.append((models.of(first.model), *first.layer_range))
+    config = output_config(aligned.sources, models.donor, tensors, rows, spans)
+    if spans and config:
+        donor = aligned.sources[models.donor]
+        misplaced = misplaced_layer(donor, config, [t.name for t in tensors])
+        if misplaced is not None:
+            notes.append(misplaced)
+            _stop_if([] if allow_incomplete else [misplaced])
     # the stem of the donor's file names, so that a diffusers folder keeps its names
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
@@ -148,7 +154,7 @@ def make_plan(
         list(aligned.sources),
         placed,
         shards,
-        output_config(aligned.sources, models.donor, placed, rows, spans),
+        config,
         models.donor,
         vocabulary,
         list(dict.fromkeys(notes)),
@@ -257,9 +263,9 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
         # the first level with a value is used, so the slice comes before the recipe
         common.insert(0, slot.piece.parameters)
     by_model: list[tuple[Mapping[str, object], str]] = []
-    for entry, i in slot.inputs:
+    for (entry, _), name in zip(slot.inputs, slot.names, strict=True):
         own = {} if entry is None else entry.parameters  # a base without parameters has no entry
-        by_model.append((own, i.name))
+        by_model.append((own, name))
     bound = settings_for(method, slot.name, slot.depth, by_model, common)
     return TensorPlan(
         slot.name,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+from model_components._checks import is_whole
+
 from ..dtypes import promote
 from ..files import Source
 from ..files.headers import Json
@@ -96,24 +98,47 @@ def _set_tie_word_embeddings(
 def _count_layers(
     config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Set the number of layers, and rebuild lists that have one entry per layer from the slices."""
-    old = None
+    """Set the number of layers, and rebuild lists of layers from the slices."""
+    kinds = layer_keys(config)
     for key in LAYER_KEYS:
         if key in config:
-            old = config[key] if old is None else old
             config[key] = sum(end - begin for _, begin, end in spans)
-    for key, value in config.items():
-        has_entry_per_layer = isinstance(value, list) and len(value) == old
-        if not has_entry_per_layer or not ("layer" in key or key.endswith("types")):
-            continue  # only layer_types and the like have one entry per layer
-        entries = []
+    for key, holds_indices in kinds.items():
+        entries: list[object] = []
+        first = 0  # of the slice in the output
         for place, begin, end in spans:
             own = configs[place].get(key)
-            # a model without such a list is taken to have the donor's types of layers
-            source = own if isinstance(own, list) else value
-            if len(source) < end:
+            # a model without such a list is taken to have the donor's kinds of layers
+            source = own if isinstance(own, list) else config[key]
+            if holds_indices:
+                entries += [first + i - begin for i in range(begin, end) if i in source]
+            elif len(source) < end:
                 raise PlanError(
                     [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
                 )
-            entries += source[begin:end]
+            else:
+                entries += source[begin:end]
+            first += end - begin
         config[key] = entries
+
+
+def layer_keys(config: Json) -> dict[str, bool]:
+    """Return the keys of lists that say which layers are of which kind.
+
+    The value is True if the list holds the indices of layers (``mlp_only_layers``), and False if it
+    has one entry for each layer (``layer_types``).
+    """
+    count = layer_count(config)
+    found = {}
+    for key, value in config.items():
+        if not isinstance(value, list) or count is None:
+            continue
+        if not ("layer" in key or "idx" in key or key.endswith("types")):
+            continue
+        # growing numbers below the number of layers: one entry per layer repeats its values
+        ordered = all(is_whole(i) for i in value) and value == sorted(set(value))
+        if ordered and all(0 <= i < count for i in value):
+            found[key] = True
+        elif len(value) == count:
+            found[key] = False
+    return found

@@ -35,6 +35,8 @@ class Slot:
             outside the layers, as in mergekit.
         inputs: Each model's entry in the recipe (None for a base that is not listed as a model),
             and the model's tensor.
+        names: The tensor's name in each of these models, which filters match. A tied head is called
+            a head, although it is stored as the embedding.
         base: The base's tensor, for methods that use a base.
         piece: The slice that the tensor belongs to; None for whole models.
     """
@@ -42,6 +44,7 @@ class Slot:
     name: str
     depth: float
     inputs: tuple[tuple[ModelEntry | None, Input], ...]
+    names: tuple[str, ...]
     base: Input | None
     piece: Slice | None = None
 
@@ -168,7 +171,9 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
             else:
                 inputs.append((entry, Input(place, alias)))
         if not lacking:
-            layout.slots.append(Slot(name, _depth_in(lists, name), tuple(inputs), of_base))
+            own_names = (name,) * len(inputs)
+            depth = _depth_in(lists, name)
+            layout.slots.append(Slot(name, depth, tuple(inputs), own_names, of_base))
         elif _COMPUTED.search(name):
             layout.notes.append(
                 f"{name} is left out, because not every model has it; transformers computes it"
@@ -309,21 +314,23 @@ class _Piece:
                 return None
             inputs.append((entry, Input(member, alias)))
         if self._base is None:
-            return Slot(name, depth, tuple(inputs), None, self._piece)
+            return Slot(name, depth, tuple(inputs), tuple(names), None, self._piece)
         # a base that is not a source provides the same layers as the first source
         alias = self._models.alias(self._base, names[0])
         base = None if alias is None else Input(self._base, alias)
         others = []
-        for entry, i in inputs:
+        other_names = []
+        for (entry, i), there in zip(inputs, names, strict=True):
             # a base that is a source provides the layers of its own layer_range
             if i.source == self._base:
                 base = i
             else:
                 others.append((entry, i))
+                other_names.append(there)
         if base is None:
             self._problems.append(
                 f"{name}: expected {names[0]} in the base model {self._models.label(self._base)}, "
                 "got none"
             )
             return None
-        return Slot(name, depth, tuple(others), base, self._piece)
+        return Slot(name, depth, tuple(others), tuple(other_names), base, self._piece)

@@ -1,16 +1,18 @@
 """Mixtures of experts: a matrix for each expert in the files, or one stack, give one result."""
 
+import itertools
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from mergekit_lite import load_recipe, merge_models
+from mergekit_lite import extract_lora, load_recipe, merge_models
 from mergekit_lite.files import DictSource
 from mergekit_lite.files.experts import RENAMED, STACKS, UNGATED, with_new_name
 from tests.mergekit_lite.cases import CASES
@@ -201,6 +203,9 @@ def test_the_stacks_of_every_family_are_transformers_own():
                 stacks[tuple(sources)] = step.target_patterns[0].rpartition(".")[2]
             elif not kinds:
                 renamed.append((step.source_patterns[0], step.target_patterns[0]))
+        if model_type in RENAMED and not stacks:
+            found = [(before.replace("\\", ""), after) for before, after in renamed]
+            assert list(RENAMED[model_type]) == found
         if not stacks:
             continue
         known = UNGATED if ("up_proj",) in stacks else STACKS
@@ -251,3 +256,73 @@ def test_stacks_are_found_without_a_family_and_with_two_dtypes(case, folders, tm
                         [apart[f"{before}{name}.weight"] for name in ("gate_proj", "up_proj")]
                     )
                 assert torch.equal(part.double(), whole[number].double())
+
+
+@pytest.mark.parametrize("layout", ["apart", "stacked"])
+def test_an_adapter_with_the_names_of_transformers_fits_older_files(layout, folders, tmp_path):
+    """peft calls Nemotron-H's layers ``model.layers``, and files of the hub ``backbone.layers``."""
+    folder = folders["nemotron-h", 1, layout]
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    options = {"out": tmp_path / "out", "progress": False}
+    merge_models([f"{folder}+{tmp_path / 'adapter'}"], "passthrough", **options)
+    result = loaded(tmp_path / "out")
+    for name, value in wrapped.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(result[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_factors_of_single_experts_fit_stacks_too(folders, tmp_path):
+    """As transformers 4 trained them; merged into both layouts, and compared with the products."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    before = load_file(f"{folders['mixtral', 0, 'apart']}/model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    factors = {}
+    expected = {}
+    for layer, expert, matrix in itertools.product(range(2), range(3), ("w1", "w2", "w3")):
+        module = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}"
+        rows, columns = before[f"{module}.weight"].shape
+        down = torch.randn(2, columns, generator=generator)
+        up = torch.randn(rows, 2, generator=generator)
+        factors[f"base_model.model.{module}.lora_A.weight"] = down
+        factors[f"base_model.model.{module}.lora_B.weight"] = up
+        expected[f"{module}.weight"] = before[f"{module}.weight"] + up @ down
+    save_file(factors, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1", "w2", "w3"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    results = []
+    for layout in ("apart", "stacked"):
+        out = tmp_path / layout
+        model = f"{folders['mixtral', 0, layout]}+{adapter}"
+        merge_models([model], "passthrough", out=out, progress=False)
+        results.append(loaded(out))
+    stored = load_file(tmp_path / "apart" / "model.safetensors")
+    for name, value in expected.items():
+        torch.testing.assert_close(stored[name], value, rtol=1e-5, atol=1e-6)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_extracted_from_experts_loads_in_peft(folders, tmp_path):
+    """The router has fewer rows than the rank, so its factors have a smaller rank."""
+    paths = [folders["mixtral", seed, "apart"] for seed in (0, 1)]
+    extract_lora(paths[1], paths[0], tmp_path / "adapter", rank=32, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(paths[0])
+    result = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
+    expected = loaded(paths[1])
+    changed = [name for name in expected if "experts" in name or "gate" in name]
+    assert changed
+    for name in changed:
+        value = result.state_dict()[name]
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_that_is_no_matrix_is_no_part_of_a_stack():
+    names = [f"l.experts.{i}.w2.weight" for i in range(2)]
+    states = [{name: torch.full((4,), value) for name in names} for value in (1.0, 3.0)]
+    merged = merge_models(states, "linear", weight=0.5, progress=False)
+    assert {name: value.tolist() for name, value in merged.items()} == dict.fromkeys(
+        names, [2.0] * 4
+    )

@@ -7,9 +7,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
 
 import mergekit_lite.engine.eager
 from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite.vocabulary import read_vocabulary
 from tests.support.models import save, save_tokenizer, tiny
 
 COMMON = [f"w{i}" for i in range(20)]
@@ -243,9 +245,40 @@ def test_a_tied_model_gives_the_head_of_a_token_that_the_untied_one_lacks(tmp_pa
 def test_ids_with_a_gap_past_the_embedding(tmp_path):
     write(tmp_path / "m", {"a": 0, "b": 1, "z": 4}, True, model__embed_tokens=[1.0, 3.0])
     text = f"merge_method: passthrough\nmodels: [{tmp_path}/m]\ntokenizer_source: base"
-    merged = merge_models(load_recipe(text), progress=False)["model.embed_tokens.weight"]
-    mean = pytest.approx((1 + 3 + 0) / 3)  # of the three tokens: the model has no row for the third
-    assert merged.flatten().tolist() == [1.0, 3.0, mean, mean, 0.0]
+    with pytest.warns(UserWarning, match="1 tokens .* no row in its model and are left out: z"):
+        merged = merge_models(load_recipe(text), progress=False)["model.embed_tokens.weight"]
+    assert merged.flatten().tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_tokens_without_rows_are_not_in_the_tokenizer_either(source, tmp_path):
+    for name in ("a", "b"):
+        save(tiny("llama", vocab_size=20), tmp_path / name)
+        save_tokenizer(tmp_path / name, [f"t{i}" for i in range(24 if name == "a" else 20)])
+    models = [tmp_path / "a", tmp_path / "b"]
+    out = tmp_path / "out"
+    options = {"weight": 0.5, "tokenizer_source": source, "out": out, "progress": False}
+    report = merge_models(models, "linear", **options)
+    assert "4 tokens of the tokenizer have no row in" in str(report)
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == {f"t{i}": i for i in range(20)}
+    assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].shape[0] == 20
+
+
+@pytest.mark.parametrize("kind", ["separator", "added_tokens.json", "added_tokens_decoder"])
+def test_ids_outside_tokenizer_json_are_those_of_transformers(kind, tmp_path):
+    """Rows follow the tokens of files without a tokenizer.json."""
+    expected = {"a": 0, "b": 1, "c": 2, "d": 3}
+    if kind == "separator":  # str.splitlines would split at it, too
+        expected = {"a": 0, "\u2028": 1, "c": 2, "d": 3}
+        (tmp_path / "vocab.txt").write_text("\n".join(expected) + "\n", encoding="utf-8")
+    elif kind == "added_tokens.json":
+        (tmp_path / "vocab.txt").write_text("a\nb\n")
+        (tmp_path / kind).write_text(json.dumps({"d": 3, "c": 2}))
+    else:
+        (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
+        added = {"3": {"content": "d"}, "2": {"content": "c"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({kind: added}))
+    assert read_vocabulary(tmp_path, "m") == expected
 
 
 FIRST = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from model_components._model_folders import shown_name
 from ..dtypes import FLOAT32, FLOATS, Array, numbers, promote
 from ..files import Source, open_source
 from ..files.adapter import stores_transposed
+from ..files.experts import stacked
 from ..planning import PlanError
 from ..vocabulary import HEAD, copy_tokenizer, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
@@ -98,13 +100,17 @@ def extract_lora(
             "extract"
         )
         raise PlanError([problem], _WHAT)
+    factors = extraction.factors
+    if stacked(base) is not base:
+        # peft converts the names of experts' factors, but not those of modules with another rank
+        factors = _of_one_rank(factors)
     models = f"{shown_name(tuned.label)!r}, {shown_name(base.label)!r}"
     options = f"{rank=}, {energy=}, dtype={chosen!r}, {save_others=}"
     with NewFolder(out, "extract_lora") as folder:
         copy_tokenizer([tuned.folder, base.folder], folder.folder)
         nbytes = write_adapter(
             folder.folder,
-            extraction.factors,
+            factors,
             dtype=chosen,
             base_model=base.label if isinstance(base_model, (str, os.PathLike)) else None,
             call=f"extract_lora({models}, {options})",
@@ -117,6 +123,16 @@ def extract_lora(
     return AdapterReport(
         Path(out), extraction.modules, sorted(extraction.saved), extraction.left, nbytes
     )
+
+
+def _of_one_rank(factors: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
+    """Return the factors with zeros appended, so that all have the largest rank."""
+    rank = max((down.shape[0] for _, down in factors.values()), default=1)
+    padded = {}
+    for module, (up, down) in factors.items():
+        more = rank - down.shape[0]
+        padded[module] = np.pad(up, ((0, 0), (0, more))), np.pad(down, ((0, more), (0, 0)))
+    return padded
 
 
 def _common_tensors(base: Source, tuned: Source) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from model_components._folders import write_json
-from model_components._formats import stamp
+from model_components._formats import reading, stamp
 from model_components._hub import cached_commit, hub_id
 from model_components._model_folders import PROCESSOR_FILES, card_of
 
@@ -115,7 +115,9 @@ def _template_of(folder: Path | None) -> str | None:
         return None
     # if a folder has both files, transformers uses this one
     if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8").strip()
+        path = folder / "chat_template.jinja"
+        with reading(path, "merge"):
+            return path.read_text(encoding="utf-8").strip()
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         return None

@@ -304,10 +304,17 @@ class AdapterSource(View):
         return [super().fingerprint(), *files]
 
 
+class OtherNamesError(CheckpointError):
+    """An adapter's factors belong to a weight that the model does not have under this name."""
+
+
 class LoraSource(AdapterSource):
     """A model with a plain LoRA adapter, merged into its weights on reading.
 
     W + s B A is computed only for the elements that are read, so no merged copy is in memory.
+
+    Raises:
+        OtherNamesError: The model lacks a weight that the adapter changes.
     """
 
     def __init__(self, base: Source, folder: Path):
@@ -331,7 +338,7 @@ class LoraSource(AdapterSource):
     def _turned(self, name: str, pair: Pair) -> Pair:
         """Transpose a pair if needed, so that its product has the shape of the stored weight."""
         if name not in self.model.tensors:
-            raise CheckpointError(
+            raise OtherNamesError(
                 f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
             )
         shape = self.model.tensors[name].shape

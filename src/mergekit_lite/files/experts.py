@@ -39,10 +39,19 @@ UNGATED: dict[tuple[str, ...], str] = {("up_proj",): "up_proj", ("down_proj",): 
 _BIAS = ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
 
+_GRANITE = (
+    ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+    ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+    ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+)
+
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "ernie4_5_moe": (("mlp.moe_statics.", "mlp.gate.moe_statics."),),
     "exaone_moe": (_BIAS,),
     "flint": (("self_attn.softmax_offset", "self_attn.sinks"),),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoeshared": _GRANITE,
     "laguna": (
         ("mlp.experts.e_score_correction_bias", _BIAS[1]),
         ("mlp.shared_expert.", "mlp.shared_experts."),
@@ -90,7 +99,9 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
         parts = experts[stack]
         count = len({number for number, _ in parts})
         places = list(itertools.product(range(count), members))
-        if parts.keys() == set(places) and len({info.shape for info in parts.values()}) == 1:
+        shapes = {info.shape for info in parts.values()}
+        are_matrices = len(shapes) == 1 and len(min(shapes)) == 2
+        if parts.keys() == set(places) and are_matrices:
             found[stack] = tuple(parts[place] for place in places)
             continue
         # incomplete or uneven: keep the names in the files, so that messages show what is missing

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from typing import Any
 from model_components import _hub
 
 from .._torch import torch
-from .adapter import CONFIG, LoraSource, more_than_lora
+from .adapter import CONFIG, LoraSource, OtherNamesError, more_than_lora
+from .experts import stacked
 from .headers import STEMS, CheckpointError, read_folder, read_header, read_index, read_json
 from .sources import DictSource, FolderSource, Source
 
@@ -46,8 +47,8 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before torch 1.6
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
+        except Exception as error:  # damaged files raise many classes, even AssertionError
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise CheckpointError(
                 f"{file}: cannot be loaded by torch.load with weights_only=True ({reason})"
             ) from error
@@ -154,7 +155,15 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
 def _with_adapter(base: Source, folder: Path) -> Source:
     """Return a model with an adapter merged in, by peft's code unless it is a plain LoRA."""
     if more_than_lora(folder) is None:
-        return LoraSource(base, folder)
+        try:
+            return LoraSource(base, folder)
+        except OtherNamesError as error:
+            # the adapter may have the names of transformers, and the model's files older ones
+            with contextlib.suppress(OtherNamesError):
+                return LoraSource(stacked(base), folder)
+            # factors for each expert, of a model with stacks
+            if ".experts." not in str(error) or not base.config:
+                raise
     # this module imports torch, transformers and peft, which a plain LoRA does not need
     from .peft_adapters import PeftSource
 
@@ -198,18 +207,34 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
 
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     """Return the source of a module: its state dict and, for a transformers model, its config."""
+    # torch.compile and DataParallel wrap a model, which changes the names of its tensors
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
-    first_names: dict[tuple[int, torch.Size], str] = {}
+    for name, value in state.items():
+        if ".lora_A." in name:
+            raise CheckpointError(
+                f"{label}: expected a model without adapters, got one with {name}; pass "
+                'model.merge_and_unload(), or a path "model+adapter"'
+            )
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{label}: expected a state dict with tensors, got {name!r} with "
+                f"{type(value).__name__}"
+            )
+    first_names: dict[tuple[object, ...], str] = {}
     # keep a tied tensor once, under the name that a checkpoint has
     for name, value in list(state.items()):
         # tensors without memory all have the address 0, so they would count as one tensor
         if value.device.type == "meta" or not value.numel():
             continue
-        # the shape is compared, too: a view may begin where another tensor does
-        first = first_names.setdefault((value.data_ptr(), value.shape), name)
+        # more than the address: a view may begin where another tensor does
+        view = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        first = first_names.setdefault(view, name)
         if first != name and (not tied or name in tied):
             del state[name]
     return DictSource(state, label, config)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..dtypes import FLOAT32, FLOAT64, FLOATS, DType, promote
-from ..files import CheckpointError, Source, TensorInfo
+from ..files import Source, TensorInfo
 from ..methods import MergeMethod, get_method
-from ..recipe import MergeRecipe, RecipeError
+from ..recipe import MergeRecipe
 from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
 from .checks import (
     check_copies,
@@ -112,7 +112,7 @@ def make_plan(
         notes += note
     try:
         vocabulary, aligned = _align(recipe, models)
-    except (CheckpointError, RecipeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise PlanError([*problems, str(error)]) from error
     if vocabulary is None:
         notes += compare_tokenizers(models)

@@ -393,7 +393,9 @@ class _Parser:
         data = as_mapping(where, value)
         self._known(where, data, ["source", "force"])
         source = data.get("source")
-        force = bool(data.get("force"))
+        force = data.get("force") or False
+        if not isinstance(force, bool):
+            raise RecipeError(f"{where}: expected force as true or false, got {force!r}")
         if source is None:
             return TokenRule(force=force)
         if not isinstance(source, Mapping) or source.get("kind") is None:
@@ -414,6 +416,8 @@ class _Parser:
                 f"{where}: expected model, and either token or token_id, in a source of kind "
                 f"model_token, got {', '.join(map(str, source))}"
             )
+        if token is not None and not isinstance(token, str):
+            raise RecipeError(f"{where}: expected token as text, got {token!r}")
         if row is not None and (type(row) is not int or row < 0):
             raise RecipeError(f"{where}: expected token_id as an integer of 0 or more, got {row!r}")
         return TokenRule(

@@ -55,6 +55,9 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     return notes
 
 
+_MOST_PADDED = 1 << 16  # a larger multiple is a mistake, and could take all memory
+
+
 def as_mapping(where: str, value: object) -> dict[str, object]:
     """Return a mapping with string keys as a dict; raise a `RecipeError` for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -190,7 +193,7 @@ class TokenizerSpec:
 
     Raises:
         RecipeError: ``source`` is neither a string nor a recipe, or ``pad_to_multiple_of`` is not
-            an integer above 0.
+            an integer from 1 to 65536.
     """
 
     source: str | MergeRecipe = "union"
@@ -207,6 +210,10 @@ class TokenizerSpec:
         if pad is not None and (type(pad) is not int or pad < 1):
             raise RecipeError(
                 f"tokenizer pad_to_multiple_of: expected an integer above 0, got {pad!r}"
+            )
+        if pad is not None and pad > _MOST_PADDED:
+            raise RecipeError(
+                f"tokenizer pad_to_multiple_of: expected at most {_MOST_PADDED}, got {pad!r}"
             )
 
 

@@ -102,7 +102,7 @@ class Vocabulary:
         row_of: For each model and output row, the row to read from the model in ``model_of``; or
             `ZERO`, `MEAN` or `AVERAGE`.
         folder: The folder of the tokenizer's files; None if there are no files.
-        tokenizer_json: The text of the extended tokenizer.json; None if no tokens were added.
+        tokenizer_json: The text of the changed tokenizer.json; None if its tokens are the output's.
         notes: Notes on assumptions about the models' tokens.
     """
 
@@ -139,22 +139,18 @@ def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
 
 
 def _rowless_notes(
-    tokens: Mapping[str, int],
-    vocabularies: Sequence[Mapping[str, int]],
-    sources: Sequence[Source],
+    tokens: Mapping[str, int], vocabulary: Mapping[str, int], label: str, where: str
 ) -> list[str]:
-    """Return notes on tokens of tokenizers that have no row in any model."""
-    notes = []
-    for vocabulary, source in zip(vocabularies, sources, strict=True):
-        missing = [token for token in vocabulary if token not in tokens]
-        if missing:
-            shown = ", ".join(missing[:_SHOWN])
-            more = ", ..." if len(missing) > _SHOWN else ""
-            notes.append(
-                f"{source.label}: {len(missing)} tokens of the tokenizer have no row in any model "
-                f"and are left out: {shown}{more}"
-            )
-    return notes
+    """Return a note on the tokens of a tokenizer that ``tokens`` lacks, if there are any."""
+    missing = [token for token in vocabulary if token not in tokens]
+    if not missing:
+        return []
+    shown = ", ".join(missing[:_SHOWN])
+    more = ", ..." if len(missing) > _SHOWN else ""
+    return [
+        f"{label}: {len(missing)} tokens of the tokenizer have no row in {where} and are left out: "
+        f"{shown}{more}"
+    ]
 
 
 def stage_tokens(source: Source) -> Mapping[str, int] | None:
@@ -212,21 +208,29 @@ def plan_vocabulary(
     """
     vocabularies, notes = _vocabularies(sources, donor)
     folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
-    before = len(tokens)
-    if spec.source == "union":
+    written = tokens  # those of the tokenizer's files
+    if rows:
         # a tokenizer may reserve tokens beyond the model's rows, which would get a made-up row
+        tokens = _with_rows(tokens, rows)
+    if spec.source == "union":
         stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
-        tokens = dict(stored[donor])
-        before = len(tokens)
         for vocabulary in stored:
             # in the order of rows, because the order in a file means nothing
             _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
-        notes += _rowless_notes(tokens, vocabularies, sources)
+        for vocabulary, source in zip(vocabularies, sources, strict=True):
+            notes += _rowless_notes(tokens, vocabulary, source.label, "any model")
+    else:
+        notes += _rowless_notes(tokens, written, str(folder), "its model")
     # a rule may add a token that no model has
     _add_new(tokens, list(spec.tokens))
     extended = None
-    if len(tokens) > before:
-        extended = _extend_tokenizer_of(folder, tokens, sources)
+    if tokens != written:
+        try:
+            extended = _extend_tokenizer_of(folder, tokens, sources)
+        except CheckpointError:
+            if tokens.keys() - written.keys():
+                raise
+            notes.append(f"{folder}: the tokenizer's files are copied with the tokens left out")
     # new tokens fill the padding first; only then does the embedding grow
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model_components._formats import reading
 from model_components._model_folders import TOKENIZER_FILES
 
 from ..files import CheckpointError
@@ -47,13 +48,29 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
         )
     if (folder / "tokenizer.json").exists():
         return _fast_vocabulary(folder / "tokenizer.json")
-    if (folder / "vocab.json").exists():
-        ids = read_json(folder / "vocab.json")
-        if (folder / "added_tokens.json").exists():
-            ids |= read_json(folder / "added_tokens.json")
-        return _whole_numbers(folder / "vocab.json", ids)
-    lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    return {line: row for row, line in enumerate(lines)}
+    path = folder / "vocab.json"
+    if path.exists():
+        ids = read_json(path)
+    else:
+        path = folder / "vocab.txt"
+        with reading(path, "merge"):
+            lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        ids = {line: row for row, line in enumerate(lines)}
+    return _whole_numbers(path, ids | _added_tokens(folder))
+
+
+def _added_tokens(folder: Path) -> dict[str, Any]:
+    """Return the ids of tokens beside the vocabulary: in added_tokens.json, or the settings."""
+    if (folder / "added_tokens.json").exists():
+        return read_json(folder / "added_tokens.json")
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return {}
+    added = {}
+    with reading(path, "merge"):
+        for row, token in (read_json(path).get("added_tokens_decoder") or {}).items():
+            added[token["content"]] = int(row)
+    return added
 
 
 def _whole_numbers(path: Path, ids: dict[str, Any]) -> dict[str, int]:
@@ -94,6 +111,18 @@ def _makes_missing_token(
     return built not in vocabulary and all(token in tokens for token in (*pair, built))
 
 
+def _merges(path: Path, model: Mapping[str, Any]) -> list[list[str] | str]:
+    """Return the BPE merges of a tokenizer; each is a pair or, in older files, one string."""
+    merges = model.get("merges") or []
+    for merge in merges if isinstance(merges, list) else [merges]:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or not all(isinstance(token, str) for token in pair):
+            raise CheckpointError(
+                f"{path}: expected merges that are pairs of tokens, got {merge!r}"
+            )
+    return merges
+
+
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
     """Return the text of a tokenizer.json that is extended to all of ``tokens``.
 
@@ -110,22 +139,22 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
             "tokenizer; set tokenizer_source to base or to the path of a model"
         )
     added = {}
-    for token in data.get("added_tokens", []):
+    for token in data.get("added_tokens") or []:
         if token["content"] in tokens:  # otherwise no model has a row for the token
             added[token["content"]] = token
     # as JSON, because a merge may be a list, which cannot be hashed
-    merges = {json.dumps(merge) for merge in model.get("merges", [])}
+    merges = {json.dumps(merge) for merge in _merges(path, model)}
     known = set(model["vocab"]) | set(added)
     for other in others:
         theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
         known |= set(theirs["model"]["vocab"])
-        for token in theirs.get("added_tokens", []):
+        for token in theirs.get("added_tokens") or []:
             if token["content"] in tokens:
                 # another model's special token stays special, with the id it has in the output
                 added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
         if "merges" not in model:
             continue
-        for merge in theirs["model"].get("merges", []):
+        for merge in _merges(other / "tokenizer.json", theirs["model"]):
             is_new = json.dumps(merge) not in merges
             if is_new and _makes_missing_token(merge, model["vocab"], tokens):
                 # at the end, with the lowest priority, after the tokenizer's own merges

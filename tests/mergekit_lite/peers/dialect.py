@@ -40,7 +40,7 @@ DIFFERENT = {
         "bf16_sce bf16_arcee_fusion bf16_nearswap"
     ),
     "embedding rows without a token stay as padding; mergekit drops them": (
-        "tok_rows_more_than_tokens tok_padded_tokenizer_is_base"
+        "tok_rows_more_than_tokens"
     ),
     "exactly opposite models: we interpolate linearly; mergekit divides noise by noise": (
         "nuslerp_antiparallel karcher_antipodal"

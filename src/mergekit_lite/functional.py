@@ -80,6 +80,8 @@ def build_recipe(
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
     for key, value in parameters.items():
+        if hasattr(value, "tolist"):  # an array of numpy or torch
+            value = value.tolist()
         # lambda is a Python keyword, so callers must write lambda_
         name = key.rstrip("_")
         if name != key and name in parameters:
@@ -115,6 +117,8 @@ def _refuse_recipe_keys(method: MergeMethod, parameters: Iterable[str]) -> None:
     """Raise an error for recipe keys, which would have no effect as parameters of a method."""
     for key in parameters:
         name = key.rstrip("_")
+        if key == "base":
+            raise ValueError(f"{method.name}: unknown argument 'base'; did you mean base_model?")
         if name in RECIPE_KEYS and name not in method.parameters:
             raise ValueError(
                 f"{method.name}: expected parameters of the method, got the recipe key {key}; pass "
@@ -267,6 +271,8 @@ def merge_models(
 def _check_list(models: object) -> None:
     """Raise an error unless ``models`` is a list; for a recipe's path, suggest `load_recipe`."""
     if isinstance(models, Sequence) and models and not isinstance(models, str):
+        if any(model is None for model in models):
+            raise ValueError("merge_models: expected models, got None in the list of models")
         return
     hint = ""
     if isinstance(models, (str, os.PathLike)) and os.fspath(models).endswith((".yml", ".yaml")):

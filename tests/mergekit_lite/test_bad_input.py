@@ -363,6 +363,14 @@ def test_recipe_values_that_only_the_plan_can_judge(paths, out):
 def test_files_that_are_no_models(paths, out, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
     refused(r"m\.pt is a file, expected a folder", [str(tmp_path / "m.pt")], "passthrough", out=out)
+    refused("got None in the list of models", [paths[0], None], "linear", weight=1, out=out)
+    refused("argument 'base'; did you mean base_model", paths, "ties", base=paths[0], out=out)
+    (tmp_path / "pointer").mkdir()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "pointer" / "model.safetensors").write_text(pointer)
+    refused("run git lfs pull", [str(tmp_path / "pointer")], "passthrough", out=out)
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(paths[0]), LoraConfig(r=2))
+    refused(r"pass model\.merge_and_unload\(\)", [wrapped], "passthrough", out=out)
     (tmp_path / "empty").mkdir()
     save_file({}, tmp_path / "empty" / "model.safetensors")
     refused("expected tensors", [str(tmp_path / "empty")], "passthrough", out=out)
@@ -379,3 +387,43 @@ def test_an_adapter_s_folder_may_have_a_plus_in_its_name(paths, tmp_path):
     merged = merge_models([f"{paths[0]}+{adapter}"], "passthrough", progress=False)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(merged[name], load_file(f"{paths[0]}/model.safetensors")[name])
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_wrapped_modules_are_the_models_inside(wrap, paths):
+    model = AutoModelForCausalLM.from_pretrained(paths[0])
+    merged = merge_models([wrap(model), model], "linear", weight=0.5, progress=False)
+    assert merged.keys() == merge_models([model], "passthrough", progress=False).keys()
+
+
+def test_a_buffer_that_is_a_transposed_view_is_kept():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(2, 2))
+            self.register_buffer("turned", self.weight.data.t())
+
+    merged = merge_models([Model(), Model()], "linear", weight=0.5, progress=False)
+    assert merged.keys() == {"weight", "turned"}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_damaged_pickles_are_named(legacy, tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.ones(4)}, path, _use_new_zipfile_serialization=not legacy)
+    whole = path.read_bytes()
+    for size in (1, 50, len(whole) // 2, len(whole) - 20):
+        path.write_bytes(whole[:size])
+        with pytest.raises(PlanError, match=r"cannot be loaded by torch\.load"):
+            merge_models([tmp_path], "passthrough", allow_pickle="weights_only", progress=False)
+
+
+def test_slices_of_other_vocabularies_are_refused(tmp_path):
+    for name, rows in (("a", 96), ("b", 99)):
+        save(tiny("llama", vocab_size=rows), tmp_path / name)
+    pieces = [
+        {"sources": [{"model": str(tmp_path / name), "layer_range": [0, 1]}]} for name in "ab"
+    ]
+    recipe = load_recipe(json.dumps({"merge_method": "passthrough", "slices": pieces}))
+    with pytest.raises(PlanError, match=r"embed_tokens.weight with 96 and lm_head.weight with 99"):
+        merge_models(recipe, progress=False)

@@ -426,3 +426,13 @@ def test_arcee_fusion_chooses_as_float64_does_where_rows_barely_differ(impl, tmp
     merge_models([{"w": model}], "arcee_fusion", **given)
     expected = reference.arcee_fusion([model.double()], base.double()).float()
     assert torch.equal(load_file(out / "model.safetensors")["w"], expected)
+
+
+def test_a_method_has_a_name_and_a_known_base():
+    def first(tensors, base):
+        return tensors[0]
+
+    with pytest.raises(ValueError, match="expected a name, as in @merge_method"):
+        merge_method(first)
+    with pytest.raises(ValueError, match="base is 'need', expected one of required"):
+        merge_method("first_of_all", base="need")(first)

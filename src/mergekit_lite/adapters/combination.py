@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,13 +174,13 @@ def _method(name: str) -> MergeMethod | None:
         unfit = method.name in (*_NEEDS_WEIGHTS, *_NEEDS_FULL_RANK)
         if method.base == "required" and not unfit:
             fitting.append(method.name)
-    if name in METHODS and name not in fitting:
-        choices = ", ".join(sorted(["cat", *fitting]))
-        raise ValueError(
-            f"merge_adapters: expected one of {choices}, got {name}, which needs the base's "
-            "weights or full-rank changes, and adapters have neither"
-        )
-    return get_method(name)
+    if name in fitting:
+        return get_method(name)
+    choices = sorted(["cat", *fitting])
+    why = "; did you mean ".join(["", *difflib.get_close_matches(name, choices, n=1)])
+    if name in METHODS:
+        why = ", which needs the base's weights or full-rank changes, and adapters have neither"
+    raise ValueError(f"merge_adapters: expected one of {', '.join(choices)}, got {name}{why}")
 
 
 def _bound(method: MergeMethod | None, count: int, parameters: Bound) -> Bound:

@@ -145,7 +145,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         length = int.from_bytes(prefix, "little")
         # check the length before reading: 8 random bytes could ask for more memory than there is
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size} bytes)")
+            pointer = "; it is a pointer of Git LFS: run git lfs pull" * (prefix == b"version ")
+            raise CheckpointError(
+                f"{path}: not a safetensors file, or truncated ({size} bytes){pointer}"
+            )
         raw = file.read(length)
     entries = parse_object(path, raw)
     metadata = entries.pop("__metadata__", {})

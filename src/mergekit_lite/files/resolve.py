@@ -40,7 +40,8 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         raise CheckpointError(
             f"{label}: expected safetensors files, got only pickled weights ({files[0].name}), "
             "which can run code when they are loaded; convert them to safetensors, or pass "
-            'allow_pickle="weights_only" to load only tensors from them'
+            'allow_pickle="weights_only" (--allow-pickle weights_only) to load only tensors from '
+            "them"
         )
     state: dict[str, object] = {}
     for file, wanted in _pickled_files(folder, files, label).items():

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model_components._checks import check_choice
+
 from .._torch import Tensor, torch
 from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
@@ -272,8 +274,8 @@ def merge_method(
         A decorator that returns the registered method.
 
     Raises:
-        ValueError: The name is taken, or the function's arguments do not begin with (tensors,
-            base).
+        ValueError: The name is no text or is taken, ``base`` is another word, or the function's
+            arguments do not begin with (tensors, base).
 
     >>> @merge_method("largest_value", inputs=(2, None), elementwise=True)
     ... def largest_value(tensors, base, *, weight: PerModel = 1.0):
@@ -282,6 +284,11 @@ def merge_method(
     tensor([2., 5.])
     >>> _ = METHODS.pop("largest_value")
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"merge_method: expected a name, as in @merge_method('my_average'), got {name!r}"
+        )
+    check_choice("merge_method", "base", base, ("required", "optional", "unused"))
 
     def decorate(function: Callable[..., object]) -> MergeMethod:
         if name in METHODS:

@@ -14,6 +14,7 @@ from .checks import (
     check_copies,
     compare_configs,
     compare_tokenizers,
+    row_problems,
     template_problems,
     tensor_problems,
 )
@@ -105,7 +106,10 @@ def make_plan(
     for source in models.sources:
         notes += getattr(source, "notes", [])
         notes += layers_beyond(source)
-        (notes if allow_incomplete else problems).extend(missing_tensors(source))
+        missing = missing_tensors(source)
+        if missing and not allow_incomplete:
+            missing[-1] += "; allow_incomplete=True (--allow-incomplete) merges it as it is"
+        (notes if allow_incomplete else problems).extend(missing)
     rows: int | None = None
     if truncate_embeddings:
         models, rows, note = _truncate(recipe, models)
@@ -126,6 +130,7 @@ def make_plan(
     notes += layout.notes
     problems += layout.problems
     problems += tensor_problems(layout.slots, aligned, vocabulary is not None)
+    problems += row_problems(layout.slots, aligned)
     _stop_if(problems)
     tensors = _plan_tensors(layout, recipe, method, aligned)
     # the last check, because no other check reads values
@@ -262,10 +267,10 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
     if slot.piece is not None:
         # the first level with a value is used, so the slice comes before the recipe
         common.insert(0, slot.piece.parameters)
-    by_model: list[tuple[Mapping[str, object], str]] = []
-    for (entry, _), name in zip(slot.inputs, slot.names, strict=True):
+    by_model: list[tuple[Mapping[str, object], str, str]] = []
+    for (entry, i), name in zip(slot.inputs, slot.names, strict=True):
         own = {} if entry is None else entry.parameters  # a base without parameters has no entry
-        by_model.append((own, name))
+        by_model.append((own, name, models.label(i.source)))
     bound = settings_for(method, slot.name, slot.depth, by_model, common)
     return TensorPlan(
         slot.name,

@@ -165,6 +165,23 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
     return problems
 
 
+def row_problems(slots: Sequence[Slot], models: Models) -> list[str]:
+    """Return a problem if slices give the output embeddings and heads of different sizes."""
+    rows = {}
+    for slot in slots:
+        _, first = slot.inputs[0] if slot.inputs else (None, slot.base)
+        if slot.piece is not None and first is not None and is_vocabulary_tensor(slot.name):
+            shape = models.sources[first.source].tensors[first.name].shape
+            rows.setdefault(shape[0], slot.name)
+    if len(rows) < 2:
+        return []
+    shown = " and ".join(f"{name} with {count}" for count, name in rows.items())
+    return [
+        f"slices: expected embeddings and heads with one number of rows, got {shown} (the "
+        "vocabularies differ; set tokenizer_source: base or union to match rows by token)"
+    ]
+
+
 def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     """Return a hint if shapes differ only in the number of token rows, else an empty string."""
     columns = {info.shape[1:] for info in infos}
@@ -173,7 +190,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     # as in a recipe: people search for these words, and mergekit's message has them, too
     return (
         " (the vocabularies differ; set tokenizer_source: base or union to match rows by token, "
-        "or truncate_embeddings=True to cut them)"
+        "or truncate_embeddings=True (--truncate-embeddings) to cut them)"
     )
 
 

@@ -107,7 +107,7 @@ def settings_for(
     method: MergeMethod,
     name: str,
     depth: float,
-    models: Sequence[tuple[Mapping[str, object], str]],
+    models: Sequence[tuple[Mapping[str, object], str, str]],
     common: Sequence[Mapping[str, object]],
 ) -> dict[str, object]:
     """Return a method's arguments for one tensor.
@@ -116,7 +116,8 @@ def settings_for(
         method: The method.
         name: The output tensor's name.
         depth: The position of the tensor's layer, from 0 to 1.
-        models: Each model's own parameters, and the name that the tensor has in that model.
+        models: Each model's own parameters, the name that the tensor has in that model, and the
+            model's name for messages.
         common: The parameters of the slice, if any, and then those of the recipe.
 
     Raises:
@@ -130,18 +131,35 @@ def settings_for(
 
         if parameter.per_model:
             values_of_models = []
-            for level, tensor in models:
+            for level, tensor, label in models:
                 # filters match the tensor's name in its own model, since slices renumber layers
-                values_of_models.append(setting([level, *common], key, tensor, depth, check))
-            # a required parameter is passed even without values, so that the error from `bind`
-            # names the model; any other parameter takes its default
-            if parameter.required or values_of_models.count(None) < len(models):
+                value = setting([level, *common], key, tensor, depth, check)
+                if value is None and parameter.required:
+                    raise _without_value(method, key, [level, *common], label)
+                values_of_models.append(value)
+            # without any value, the parameter takes its default
+            if values_of_models.count(None) < len(models):
                 values[key] = values_of_models
             continue
         value = setting(common, key, name, depth, check)
         if value is not None:
             values[key] = value
+        elif parameter.required:
+            raise _without_value(method, key, common, "the recipe")
     return method.bind(len(models), values)
+
+
+def _without_value(
+    method: MergeMethod, key: str, levels: Iterable[Mapping[str, object]], owner: str
+) -> ValueError:
+    """Return the error that a required parameter has no value for a tensor.
+
+    The tensor is not named, so that the problems of all tensors are one.
+    """
+    what = f"{method.name}: parameter {key!r} is required, but {owner} has no value"
+    if any(level.get(key) is not None for level in levels):
+        what += " for tensors that no filter matches; add an entry without a filter"
+    return ValueError(what)
 
 
 def _places(recipe: MergeRecipe) -> Iterator[tuple[str, Mapping[str, object], bool]]:

@@ -281,7 +281,12 @@ def _source_of_tokens(
             "tokenizer source: expected one of the recipe's models, got the stage "
             f"{model_label(spec.source)}, which is not among the models"
         )
-    folder = find_folder(spec.source)
+    try:
+        folder = find_folder(spec.source)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"tokenizer source: expected base, union, one of the models or a folder: {error}"
+        ) from error
     # 0 rows: a tokenizer without a model has no padding, so only its tokens count
     return folder, read_vocabulary(folder, spec.source), 0
 

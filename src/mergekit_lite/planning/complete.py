@@ -17,7 +17,7 @@ from ..files.experts import StackedSource
 from ..files.headers import Json
 from ..vocabulary import HEAD, embedding_rows
 from .configs import LAYER_KEYS, layer_count, layer_keys, text_config
-from .layout import is_usual_list, text_lists
+from .layout import is_usual_list, layer_lists, text_lists
 
 _SHOWN = 5  # missing layers or tensors that a message names
 # keys and values of attention, which some models share between layers
@@ -57,7 +57,7 @@ def missing_tensors(source: Source) -> list[str]:
     before, layers = _names_by_layer(names, config)
     problems = [
         _not_counts(config),
-        _missing_layers(config, before, layers),
+        _missing_layers(config, names, before, layers),
         _missing_in_layers(config, before, layers),
         _missing_experts(config, names, before),
         _missing_ends(config, names, before),
@@ -143,7 +143,8 @@ def _not_counts(config: Json) -> str | None:
     """Return a message if the number of layers or tokens is not a whole number."""
     for key in (*LAYER_KEYS, "vocab_size"):
         value = config.get(key)
-        if value is not None and not is_whole(value):
+        # some models have a number for each tower here, in a mapping
+        if isinstance(value, (bool, float, str)):
             return f"expected {key} in config.json to be a whole number, got {value!r}"
     return None
 
@@ -175,7 +176,7 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
     In a family that is not `LLAMA_LIKE`, there are three more:
 
     - There are more than four layers, to tell a rule from an exception.
-    - The first layer lacks more than norms, which it does not have in some models.
+    - It is not the first layer, which has no norm or no router in some models.
     - If only keys and values are missing, a later layer has them: in some models the last layers
       share the keys and values of other layers.
     """
@@ -193,7 +194,7 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
     missing = []
     for number, names in sorted(layers.items()):
         lost = sorted(nearly_everywhere - names)
-        if number == 0 and not alike and all("norm" in name for name in lost):
+        if number == 0 and not alike:
             continue
         if _is_torn(number, layers, nearly_everywhere, alike):
             missing += [f"{before}{number}.{name}" for name in lost]
@@ -265,12 +266,19 @@ def _missing_ends(config: Json, names: Sequence[str], before: str) -> str | None
     return f"expected {' and '.join(missing)}, got none"
 
 
-def _missing_layers(config: Json, before: str, layers: Mapping[int, set[str]]) -> str | None:
+def _missing_layers(
+    config: Json, names: Sequence[str], before: str, layers: Mapping[int, set[str]]
+) -> str | None:
     """Return a message that names layers that the config counts but that have no tensors, or None.
 
     Layers are found by the numbers in tensor names (``layers.3.``). A model whose layers all share
-    one set of weights has no such numbers and is not checked.
+    one set of weights has no such numbers and is not checked. Neither are models whose config may
+    count something else: models of images, or with several lists of as many layers.
     """
+    counts = layer_lists(names)
+    lengths = [counts[prefix] for prefix in text_lists(names, config)]
+    if "image_size" in config or lengths.count(len(layers)) > 1:
+        return None
     count = layer_count(config) or 0
     missing = [f"{before}{number}" for number in range(count) if number not in layers]
     if not layers or not missing:
@@ -299,6 +307,9 @@ def _other_rows(source: Source, config: Json) -> str | None:
     size = config.get("vocab_size")
     # with embeddings of several sizes it is unclear which one the config describes
     if not isinstance(size, int) or len(rows) != 1 or size in rows:
+        return None
+    # in other families, the embedding may have rows for images or for several codebooks
+    if max(rows) > size and config.get("model_type") not in LLAMA_LIKE:
         return None
     return (
         f"expected a token embedding with {size} rows, the vocab_size in config.json, got "
@@ -329,7 +340,8 @@ def _other_sizes(source: Source, config: Json, before: str) -> Iterator[str]:
     for name, info in source.tensors.items():
         shape = info.shape
         is_stack = name.startswith(before) and ".experts." in name and len(shape) == 3
-        if is_stack and experts not in (None, shape[0]):
+        # a stack may also hold experts that are not counted, such as those that return zeros
+        if is_stack and experts is not None and shape[0] < experts:
             yield f"expected {experts} experts, the {key} in config.json, got {shape[0]} in {name}"
             experts = None  # one message is enough
         for place, (setting, ending, axis, size) in enumerate(expected):

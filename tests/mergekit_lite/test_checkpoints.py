@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 import mergekit_lite.engine.fused
 import mergekit_lite.engine.passes
 from mergekit_lite import MergeRecipe, PlanError, load_recipe, make_plan, merge_models
-from mergekit_lite.dtypes import BFLOAT16, numbers, stored_as
+from mergekit_lite.dtypes import BFLOAT16, FLOAT32, numbers, stored_as
 from mergekit_lite.engine.hashing import hash_file
-from mergekit_lite.files import DictSource
+from mergekit_lite.files import DictSource, Source, TensorInfo
+from mergekit_lite.files.experts import stacked
 from mergekit_lite.methods import slerp
+from mergekit_lite.planning.complete import LLAMA_LIKE, UNTIED, misplaced_layer, missing_tensors
 from mergekit_lite.recipe import ModelEntry
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
@@ -919,8 +921,6 @@ def test_layers_beyond_the_config_are_noted(tmp_path):
 
 
 def test_families_are_as_the_checks_of_complete_models_know_them():
-    from mergekit_lite.planning.complete import LLAMA_LIKE, UNTIED
-
     for model_type in LLAMA_LIKE:
         config = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=6)
         with torch.device("meta"):
@@ -929,3 +929,45 @@ def test_families_are_as_the_checks_of_complete_models_know_them():
         layers = [{n for n in names if n.startswith(f"model.layers.{i}.")} for i in range(6)]
         assert len({len(layer) for layer in layers}) == 1, model_type
         assert not config.tie_word_embeddings or model_type not in UNTIED
+
+
+class Described(Source):
+    """A model of which only names and shapes are known."""
+
+    folder = None
+
+    def __init__(self, model, label):
+        self.label = label
+        self.config = model.config.to_dict()
+        tied = set()
+        if self.config.get("tie_word_embeddings"):
+            tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        self.tensors = {
+            name: TensorInfo(name, tuple(value.shape), FLOAT32)
+            for name, value in model.state_dict().items()
+            if name not in tied
+        }
+
+    def read(self, name, start, stop):
+        raise NotImplementedError
+
+    def fingerprint(self):
+        raise NotImplementedError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["CausalLM", "ImageTextToText"])
+def test_no_family_of_transformers_is_refused_as_incomplete(kind):
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    built = 0
+    for config_class in auto._model_mapping:
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(config_class())
+        except Exception:  # some families have no default config, or require other packages
+            continue
+        source = stacked(Described(model, config_class.model_type))
+        assert not missing_tensors(source)
+        assert misplaced_layer(source, source.config, list(source.tensors)) is None
+        built += 1
+    assert built > 30

@@ -264,6 +264,17 @@ def test_tokens_without_rows_are_not_in_the_tokenizer_either(source, tmp_path):
     assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].shape[0] == 20
 
 
+def test_files_that_cannot_lose_tokens_are_copied_with_a_note(tmp_path):
+    for name in ("a", "b"):
+        save(tiny("llama", vocab_size=3), tmp_path / name)
+        (tmp_path / name / "vocab.txt").write_text("[UNK]\nx\ny\nz\n")
+    models = [tmp_path / "a", tmp_path / "b"]
+    options = {"weight": 0.5, "tokenizer_source": "base", "out": tmp_path / "out"}
+    report = merge_models(models, "linear", progress=False, **options)
+    assert "1 tokens of the tokenizer have no row" in str(report)
+    assert "files still have the tokens that are left out" in str(report)
+
+
 @pytest.mark.parametrize("kind", ["separator", "added_tokens.json", "added_tokens_decoder"])
 def test_ids_outside_tokenizer_json_are_those_of_transformers(kind, tmp_path):
     """Rows follow the tokens of files without a tokenizer.json."""

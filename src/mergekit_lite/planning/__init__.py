@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..dtypes import FLOAT32, FLOAT64, FLOATS, DType, promote
 from ..files import Source, TensorInfo
+from ..files.headers import Json
 from ..methods import MergeMethod, get_method
 from ..recipe import MergeRecipe
 from ..vocabulary import AlignedSource, Vocabulary, plan_vocabulary
@@ -99,17 +100,9 @@ def make_plan(
     models, unopened = open_models(recipe, stages, allow_pickle)
     if models is None:
         raise PlanError(problems + unopened)
-    # differences are notes if they are allowed, else problems
-    unlike, differing = compare_configs(models)
-    (notes if allow_mixed else problems).extend(unlike)
-    notes += differing
-    for source in models.sources:
-        notes += getattr(source, "notes", [])
-        notes += layers_beyond(source)
-        missing = missing_tensors(source)
-        if missing and not allow_incomplete:
-            missing[-1] += "; allow_incomplete=True (--allow-incomplete) merges it as it is"
-        (notes if allow_incomplete else problems).extend(missing)
+    found, noted = _check_models(models, allow_incomplete, allow_mixed)
+    problems += found
+    notes += noted
     rows: int | None = None
     if truncate_embeddings:
         models, rows, note = _truncate(recipe, models)
@@ -139,18 +132,9 @@ def make_plan(
     for t in tensors:
         names |= {i.name for i in t.everything}
     notes += idle_filters(recipe, names)
-    spans = []
-    for piece in recipe.slices:
-        first = piece.sources[0]
-        assert first.layer_range is not None  # as `Slice` checks
-        spans.append((models.of(first.model), *first.layer_range))
-    config = output_config(aligned.sources, models.donor, tensors, rows, spans)
-    if spans and config:
-        donor = aligned.sources[models.donor]
-        misplaced = misplaced_layer(donor, config, [t.name for t in tensors])
-        if misplaced is not None:
-            notes.append(misplaced)
-            _stop_if([] if allow_incomplete else [misplaced])
+    config, misplaced = _output_config(recipe, aligned, tensors, rows)
+    _stop_if([] if allow_incomplete else misplaced)
+    notes += misplaced
     # the stem of the donor's file names, so that a diffusers folder keeps its names
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
@@ -165,6 +149,41 @@ def make_plan(
         list(dict.fromkeys(notes)),
         threads,
     )
+
+
+def _check_models(
+    models: Models, allow_incomplete: bool, allow_mixed: bool
+) -> tuple[list[str], list[str]]:
+    """Return the problems of the models, and notes; what is allowed is a note."""
+    problems: list[str] = []
+    # differences are notes if they are allowed, else problems
+    unlike, notes = compare_configs(models)
+    (notes if allow_mixed else problems).extend(unlike)
+    for source in models.sources:
+        notes += getattr(source, "notes", [])
+        notes += layers_beyond(source)
+        missing = missing_tensors(source)
+        if missing and not allow_incomplete:
+            missing[-1] += "; allow_incomplete=True (--allow-incomplete) merges it as it is"
+        (notes if allow_incomplete else problems).extend(missing)
+    return problems, notes
+
+
+def _output_config(
+    recipe: MergeRecipe, models: Models, tensors: list[TensorPlan], rows: int | None
+) -> tuple[Json, list[str]]:
+    """Return the output's config, and a problem if slices do not fit it."""
+    spans = []
+    for piece in recipe.slices:
+        first = piece.sources[0]
+        assert first.layer_range is not None  # as `Slice` checks
+        spans.append((models.of(first.model), *first.layer_range))
+    config = output_config(models.sources, models.donor, tensors, rows, spans)
+    if not spans or not config:
+        return config, []
+    donor = models.sources[models.donor]
+    misplaced = misplaced_layer(donor, config, [t.name for t in tensors])
+    return config, [] if misplaced is None else [misplaced]
 
 
 def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, list[str]]:

@@ -133,6 +133,16 @@ def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
             free += 1
 
 
+def _add_all(
+    tokens: dict[str, int], vocabularies: Sequence[Mapping[str, int]], sources: Sequence[Source]
+) -> None:
+    """Add the tokens of all models that have a row, in place."""
+    for vocabulary, source in zip(vocabularies, sources, strict=True):
+        stored = _with_rows(vocabulary, _rows(source))
+        # in the order of rows, because the order in a file means nothing
+        _add_new(tokens, sorted(stored, key=stored.__getitem__))
+
+
 def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
     """Return the tokens that have a row in an embedding of ``rows`` rows."""
     return {token: row for token, row in vocabulary.items() if row < rows}
@@ -213,24 +223,15 @@ def plan_vocabulary(
         # a tokenizer may reserve tokens beyond the model's rows, which would get a made-up row
         tokens = _with_rows(tokens, rows)
     if spec.source == "union":
-        stored = [_with_rows(v, _rows(s)) for v, s in zip(vocabularies, sources, strict=True)]
-        for vocabulary in stored:
-            # in the order of rows, because the order in a file means nothing
-            _add_new(tokens, sorted(vocabulary, key=vocabulary.__getitem__))
+        _add_all(tokens, vocabularies, sources)
         for vocabulary, source in zip(vocabularies, sources, strict=True):
             notes += _rowless_notes(tokens, vocabulary, source.label, "any model")
     else:
         notes += _rowless_notes(tokens, written, str(folder), "its model")
     # a rule may add a token that no model has
     _add_new(tokens, list(spec.tokens))
-    extended = None
-    if tokens != written:
-        try:
-            extended = _extend_tokenizer_of(folder, tokens, sources)
-        except CheckpointError:
-            if tokens.keys() - written.keys():
-                raise
-            notes.append(f"{folder}: the tokenizer's files are copied with the tokens left out")
+    extended, unchanged = _changed_tokenizer(folder, tokens, written, sources)
+    notes += unchanged
     # new tokens fill the padding first; only then does the embedding grow
     rows = max(rows, max(tokens.values(), default=-1) + 1)
     multiple = spec.pad_to_multiple_of or 1
@@ -289,6 +290,29 @@ def _source_of_tokens(
         ) from error
     # 0 rows: a tokenizer without a model has no padding, so only its tokens count
     return folder, read_vocabulary(folder, spec.source), 0
+
+
+def _changed_tokenizer(
+    folder: Path | None,
+    tokens: Mapping[str, int],
+    written: Mapping[str, int],
+    sources: Sequence[Source],
+) -> tuple[str | None, list[str]]:
+    """Return the tokenizer.json for ``tokens``, and notes.
+
+    The text is None if the files in ``folder``, whose tokens are ``written``, are to be copied.
+
+    Raises:
+        CheckpointError: Tokens are to be added, but this type of tokenizer cannot be extended.
+    """
+    if tokens == written:
+        return None, []
+    try:
+        return _extend_tokenizer_of(folder, tokens, sources), []
+    except CheckpointError:
+        if tokens.keys() - written.keys():
+            raise
+    return None, [f"{folder}: the tokenizer's files still have the tokens that are left out"]
 
 
 def _extend_tokenizer_of(

@@ -339,6 +339,14 @@ def test_the_average_may_be_compared_and_stands_in_the_table_once():
     assert list(report.losses)[2:4] == ["average", "regmean"]
 
 
+def test_components_with_another_chat_template_are_named(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model1")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder / "model1")
+    with pytest.warns(UserWarning, match="model1 has another chat template than model0"):
+        learned(compare=())
+
+
 def test_rows_in_memory_and_names_that_are_alike(folder):
     for k in range(2):
         (folder / f"run{k}").mkdir()

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def learn_merge(
     base = None if base is None else os.fspath(base)
     merges = merges_of(config, len(names), base)
     first: Any = open_source(names[0]).folder
-    tokenizer: Any = AutoTokenizer.from_pretrained(first)
+    tokenizer = _first_tokenizer(names)
     facts = {"components": names, "base": base, **config.to_dict()}
     length = readable_tokens(read_config(first, OPERATION), config.max_length)
     config = replace(config, max_length=length)
@@ -113,12 +114,7 @@ def learn_merge(
         )
     training = path.with_name(f"{path.name}.training")
     contents = {task.name: task.hash for task in tasks}
-    starts = [config.start] if is_folder(config.start) else []
-    bases = [] if base is None else [base]
-    # with fingerprints, because a model may be trained again in the same folder
-    sources = [open_source(model) for model in [*names, *bases, *starts]]
-    files = json.dumps([(source.fingerprint(), source.config) for source in sources])
-    contents["the models"] = xxhash.xxh3_64(files.encode()).hexdigest()
+    contents["the models"] = _hash_of_models(names, base, config.start)
     run = _Run(
         components=names,
         base=base,
@@ -158,6 +154,30 @@ def _check_devices() -> None:
             f"processes and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0, or train a Merger with "
             "MaskTrainer under torchrun"
         )
+
+
+def _first_tokenizer(names: Sequence[str]) -> Any:
+    """Return the first model's tokenizer, and warn of models with another chat template."""
+    tokenizers: list[Any] = []
+    for name in names:
+        tokenizers.append(AutoTokenizer.from_pretrained(open_source(name).folder))
+        if tokenizers[-1].chat_template != tokenizers[0].chat_template:
+            warnings.warn(
+                f"{OPERATION}: {name} has another chat template than {names[0]}; the rows of all "
+                f"tasks are laid out by that of {names[0]}",
+                stacklevel=3,
+            )
+    return tokenizers[0]
+
+
+def _hash_of_models(components: Sequence[str], base: str | None, start: str) -> str:
+    """Return a hash of the files and configs of the components, the base and a start's folder."""
+    starts = [start] if is_folder(start) else []
+    bases = [] if base is None else [base]
+    # with fingerprints, because a model may be trained again in the same folder
+    sources = [open_source(model) for model in [*components, *bases, *starts]]
+    files = json.dumps([(source.fingerprint(), source.config) for source in sources])
+    return xxhash.xxh3_64(files.encode()).hexdigest()
 
 
 def _check_start(start: str, first: Path) -> None:

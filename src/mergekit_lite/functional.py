@@ -80,7 +80,7 @@ def build_recipe(
     own_parameters: list[dict[str, object]] = [{} for _ in models]
     general: dict[str, object] = {}
     for key, value in parameters.items():
-        if hasattr(value, "tolist"):  # an array of numpy or torch
+        if hasattr(value, "tolist"):  # a numpy array or a torch tensor
             value = value.tolist()
         # lambda is a Python keyword, so callers must write lambda_
         name = key.rstrip("_")
@@ -114,7 +114,7 @@ def build_recipe(
 
 
 def _refuse_recipe_keys(method: MergeMethod, parameters: Iterable[str]) -> None:
-    """Raise an error for recipe keys, which would have no effect as parameters of a method."""
+    """Raise an error for ``base`` and for recipe keys, which are not parameters of a method."""
     for key in parameters:
         name = key.rstrip("_")
         if key == "base":
@@ -269,7 +269,10 @@ def merge_models(
 
 
 def _check_list(models: object) -> None:
-    """Raise an error unless ``models`` is a list; for a recipe's path, suggest `load_recipe`."""
+    """Check that ``models`` is a list with at least one model, and without None.
+
+    If ``models`` is the path of a recipe, the error suggests `load_recipe`.
+    """
     if isinstance(models, Sequence) and models and not isinstance(models, str):
         if any(model is None for model in models):
             raise ValueError("merge_models: expected models, got None in the list of models")

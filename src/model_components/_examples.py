@@ -298,10 +298,10 @@ def split_examples(
 ) -> list[tuple[list[Example], list[Example]]]:
     """Split the examples of each task at random into training examples and held-out examples.
 
-    All examples of a row go to the same set. Training rows whose first prompt is also that of a
-    held-out row of any task are dropped, and so are texts without a prompt that equal a held-out
-    text. The split does not depend on a run's seed, so that runs with different seeds can be
-    compared.
+    All examples of a row go to the same set. A training row is dropped if its first prompt is also
+    the first prompt of a held-out row, of this or another task. A text without a prompt is dropped
+    if it equals a held-out text. The split does not depend on a run's seed, so that runs with
+    different seeds can be compared.
 
     Args:
         tasks: The examples of each task.
@@ -311,24 +311,30 @@ def split_examples(
     Returns:
         For each task, the training examples, and the held-out examples (at least one).
     """
-    keys = set()
-    split = []
-    for texts in tasks:
-        # each piece of a plain text has its own number, so that one text can be split
-        by_row: dict[int, list[Example]] = {}
-        for row, example in zip(texts.rows, texts.examples, strict=True):
-            by_row.setdefault(row, []).append(example)
-        shuffled = list(by_row.values())
-        random.Random(0).shuffle(shuffled)
-        count = max(1, min(most, round(share * len(shuffled))))
-        split.append((shuffled[count:], shuffled[:count]))
+    rows_by_task = [_split_rows(texts, share, most) for texts in tasks]
+    held_out_keys = set()
+    for _, held_out in rows_by_task:
         # the first example of a conversation has the shortest prompt, with which the others begin
-        keys |= {_key(row[0]) for row in shuffled[:count]}
-    parts = []
-    for rows, held_out in split:
-        train = [row for row in rows if _key(row[0]) not in keys]
-        parts.append((list(chain(*train)), list(chain(*held_out))))
-    return parts
+        held_out_keys |= {_key(row[0]) for row in held_out}
+    splits = []
+    for rows, held_out in rows_by_task:
+        train = [row for row in rows if _key(row[0]) not in held_out_keys]
+        splits.append((list(chain(*train)), list(chain(*held_out))))
+    return splits
+
+
+def _split_rows(
+    texts: TextExamples, share: float, most: int
+) -> tuple[list[list[Example]], list[list[Example]]]:
+    """Split the rows of one task; a row is the list of its examples."""
+    # each piece of a plain text has its own number, so that one text can be split
+    by_row: dict[int, list[Example]] = {}
+    for row, example in zip(texts.rows, texts.examples, strict=True):
+        by_row.setdefault(row, []).append(example)
+    shuffled = list(by_row.values())
+    random.Random(0).shuffle(shuffled)
+    count = max(1, min(most, round(share * len(shuffled))))
+    return shuffled[count:], shuffled[:count]
 
 
 def _key(example: Example) -> tuple[int, ...]:

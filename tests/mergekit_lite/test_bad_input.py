@@ -425,5 +425,7 @@ def test_slices_of_other_vocabularies_are_refused(tmp_path):
         {"sources": [{"model": str(tmp_path / name), "layer_range": [0, 1]}]} for name in "ab"
     ]
     recipe = load_recipe(json.dumps({"merge_method": "passthrough", "slices": pieces}))
-    with pytest.raises(PlanError, match=r"embed_tokens.weight with 96 and lm_head.weight with 99"):
+    with pytest.raises(
+        PlanError, match=r"embed_tokens.weight with 96 rows and lm_head.weight with 99"
+    ):
         merge_models(recipe, progress=False)

@@ -272,7 +272,7 @@ def test_files_that_cannot_lose_tokens_are_copied_with_a_note(tmp_path):
     options = {"weight": 0.5, "tokenizer_source": "base", "out": tmp_path / "out"}
     report = merge_models(models, "linear", progress=False, **options)
     assert "1 tokens of the tokenizer have no row" in str(report)
-    assert "files still have the tokens that are left out" in str(report)
+    assert "files are copied with the tokens without a row" in str(report)
 
 
 @pytest.mark.parametrize("kind", ["separator", "added_tokens.json", "added_tokens_decoder"])

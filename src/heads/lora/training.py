@@ -232,7 +232,7 @@ def _read_data(
         others = TextExamples(eval_rows, tokenizer, max_length=length)
         digest = f"{texts.digest} {others.digest}"
         return _Data(texts.examples, others.examples, digest, notes)
-    ((train, held_out),) = split_examples([texts], config.held_out, _MOST_HELD_OUT)
+    [(train, held_out)] = split_examples([texts], config.held_out, _MOST_HELD_OUT)
     shared = len(texts) - len(train) - len(held_out)
     if shared:
         notes.append(f"left out because a held-out row has the same prompt: {shared} examples")

@@ -177,10 +177,13 @@ def _method(name: str) -> MergeMethod | None:
     if name in fitting:
         return get_method(name)
     choices = sorted(["cat", *fitting])
-    why = "; did you mean ".join(["", *difflib.get_close_matches(name, choices, n=1)])
+    near = difflib.get_close_matches(name, choices, n=1)
+    advice = ""
     if name in METHODS:
-        why = ", which needs the base's weights or full-rank changes, and adapters have neither"
-    raise ValueError(f"merge_adapters: expected one of {', '.join(choices)}, got {name}{why}")
+        advice = ", which needs the base's weights or full-rank changes, and adapters have neither"
+    elif near:
+        advice = f"; did you mean {near[0]}?"
+    raise ValueError(f"merge_adapters: expected one of {', '.join(choices)}, got {name}{advice}")
 
 
 def _bound(method: MergeMethod | None, count: int, parameters: Bound) -> Bound:

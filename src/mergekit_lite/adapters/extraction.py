@@ -102,7 +102,8 @@ def extract_lora(
         raise PlanError([problem], _WHAT)
     factors = extraction.factors
     if stacked(base) is not base:
-        # peft converts the names of experts' factors, but not those of modules with another rank
+        # peft converts the names of experts' factors, but not the names in rank_pattern, so all
+        # modules get the same rank
         factors = _of_one_rank(factors)
     models = f"{shown_name(tuned.label)!r}, {shown_name(base.label)!r}"
     options = f"{rank=}, {energy=}, dtype={chosen!r}, {save_others=}"
@@ -126,7 +127,10 @@ def extract_lora(
 
 
 def _of_one_rank(factors: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
-    """Return the factors with zeros appended, so that all have the largest rank."""
+    """Pad the factors of each module, (out, r) and (r, in), with zeros to the largest rank.
+
+    The products of the factors do not change.
+    """
     rank = max((down.shape[0] for _, down in factors.values()), default=1)
     padded = {}
     for module, (up, down) in factors.items():

@@ -816,9 +816,10 @@ def _importance(row, base, divergence, scores):
 
 @_kernel
 def importance(raw, n, columns, divergences, work, scores):
-    """Write each element's change in magnitude, times its row's divergence, to ``scores`` (n,).
+    """Write the magnitude of each element's change, times its row's divergence, to ``scores`` (n,).
 
-    The block consists of whole rows of the tensor.
+    ``raw`` holds the model and the base. The block consists of whole rows of the tensor, and
+    ``divergences`` (rows,) has one value for each of them.
     """
     model = work[0]
     base = work[1]
@@ -841,7 +842,7 @@ def _pick(row, base, scores, threshold):
 
 @_kernel
 def pick_important(raw, n, scores, threshold, work, out):
-    """Write the model's elements whose score is at least ``threshold``, and else the base's."""
+    """Write each element of the model if its score is at least ``threshold``, else the base's."""
     bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)

@@ -47,9 +47,10 @@ tensor, and ``block`` is the block's number. The result is written to ``out``. T
 whether the result has NaN or infinity."""
 
 Scores = Callable[[Array, int, int], Array]
-"""A function that computes the scores of a block's elements, ``scores(raw, count, block)``.
+"""A function that computes the scores of a block's elements: ``scores(raw, count, block)``.
 
-It returns two rows in float32: scores of at least 0, and zeros."""
+It returns two rows in float32, of at least ``count`` columns: the scores, which are 0 or more, and
+zeros, which take the place of the base."""
 
 
 def float32(values: Sequence[float] | Array) -> Array:
@@ -247,8 +248,8 @@ class FusedTensor:
     def _search(self, selectors: Sequence[Selector], scores: Scores | None = None) -> None:
         """Make one pass over the tensor for all selectors.
 
-        They select among the scores of the elements, or else among the magnitudes of each model's
-        change.
+        The selectors search the elements' scores if ``scores`` is given, otherwise the magnitudes
+        of each model's changes.
         """
         lows = np.array([selector.low for selector in selectors], np.uint32)
         highs = np.array([selector.high for selector in selectors], np.uint32)
@@ -260,7 +261,7 @@ class FusedTensor:
             inside = np.zeros(len(selectors), np.int64)
             arguments = (lows, highs, top, patterns, above, inside, self.work())
             if scores is not None:
-                # the kernel subtracts a base from its input: scores have a base of zeros
+                # the kernel subtracts the last row from the others, so the last row is zeros
                 raw = scores(raw, count, block)
             if native.run("window", raw, count, self.models, *arguments):
                 raise _nan(self.plan)
@@ -274,16 +275,18 @@ class FusedTensor:
             selector.advance()
 
     def fused_by_importance(self) -> Finish:
-        """Return a `Finish` that selects elements of the only model or the base, as `arcee_fusion`.
+        """Return the `Finish` of `arcee_fusion`, which takes elements of the model or of the base.
 
-        The first pass computes the divergences of all rows, the next ones the quartiles.
+        The first pass computes the divergence of every row. Further passes find the quartiles of
+        the elements' scores.
         """
         divergences: dict[int, Array] = {}
-        stride = max(1, self.size // (_STRETCHES * _STRETCH))  # of the elements in the sample
+        # the sample has every stride-th element of each block
+        stride = max(1, self.size // (_STRETCHES * _STRETCH))
 
         def scores(raw: Array, count: int, block: int) -> Array:
             rows = self._buffers.get("scores", 2, max(BLOCK, self._span), np.float32)
-            rows[1] = 0  # the base, see `_search`
+            rows[1] = 0  # in place of the base, which the kernel in `_search` subtracts
             arguments = (self._columns, divergences[block], self.work(), rows[0])
             native.run("importance", raw, count, *arguments)
             return rows
@@ -295,9 +298,9 @@ class FusedTensor:
 
         sample = np.concatenate(self.each(measure)).view(np.int32)
         selectors = []
-        for place in fusion.quartile_places(self.size):
-            # a total above the size, so that the smallest score is searched for, too
-            selectors.append(Selector(self.size - place, self.size + 1, sample))
+        for rank in fusion.quartile_places(self.size):
+            # a selector with k equal to its total would not search for the smallest score
+            selectors.append(Selector(self.size - rank, self.size + 1, sample))
         while not all(selector.done for selector in selectors):
             self._search(selectors, scores)
         quartiles = [selector.threshold for selector in selectors]

@@ -130,10 +130,6 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
     return finish
 
 
-def _arcee_fusion(x: FusedTensor) -> Finish:
-    return x.fused_by_importance()
-
-
 PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.linear: _linear,
     methods.passthrough: _passthrough,
@@ -147,7 +143,7 @@ PROGRAMS: Mapping[MergeMethod, Callable[..., Finish]] = {
     methods.breadcrumbs: _keeping(_middling, vote=False),
     methods.breadcrumbs_ties: _keeping(_middling, vote=True),
     methods.sce: _sce,
-    methods.arcee_fusion: _arcee_fusion,
+    methods.arcee_fusion: FusedTensor.fused_by_importance,
     methods.della: _keeping(FusedTensor.chosen, vote=True),
     methods.della_linear: _keeping(FusedTensor.chosen, vote=False),
     methods.dare_linear: _keeping(FusedTensor.drawn, vote=False),

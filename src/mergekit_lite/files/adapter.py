@@ -305,7 +305,16 @@ class AdapterSource(View):
 
 
 class OtherNamesError(CheckpointError):
-    """An adapter's factors belong to a weight that the model does not have under this name."""
+    """The error that an adapter changes a weight whose name the model does not have.
+
+    Args:
+        message: The message.
+        tensor: The name of the weight.
+    """
+
+    def __init__(self, message: str, tensor: str):
+        super().__init__(message)
+        self.tensor = tensor
 
 
 class LoraSource(AdapterSource):
@@ -339,7 +348,8 @@ class LoraSource(AdapterSource):
         """Transpose a pair if needed, so that its product has the shape of the stored weight."""
         if name not in self.model.tensors:
             raise OtherNamesError(
-                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}"
+                f"adapter {self._adapter_folder}: {name} is not a tensor of {self.model.label}",
+                name,
             )
         shape = self.model.tensors[name].shape
         down = pair.down

@@ -100,7 +100,8 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
         count = len({number for number, _ in parts})
         places = list(itertools.product(range(count), members))
         shapes = {info.shape for info in parts.values()}
-        are_matrices = len(shapes) == 1 and len(min(shapes)) == 2
+        # a stack needs matrices of one shape
+        are_matrices = len(shapes) == 1 and len(next(iter(shapes))) == 2
         if parts.keys() == set(places) and are_matrices:
             found[stack] = tuple(parts[place] for place in places)
             continue

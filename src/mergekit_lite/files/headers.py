@@ -145,9 +145,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         length = int.from_bytes(prefix, "little")
         # check the length before reading: 8 random bytes could ask for more memory than there is
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            pointer = "; it is a pointer of Git LFS: run git lfs pull" * (prefix == b"version ")
+            advice = ""
+            if prefix == b"version ":  # the first word of a Git LFS pointer
+                advice = "; it is a Git LFS pointer: run git lfs pull"
             raise CheckpointError(
-                f"{path}: not a safetensors file, or truncated ({size} bytes){pointer}"
+                f"{path}: not a safetensors file, or truncated ({size} bytes){advice}"
             )
         raw = file.read(length)
     entries = parse_object(path, raw)

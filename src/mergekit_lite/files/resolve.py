@@ -48,7 +48,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before torch 1.6
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-        except Exception as error:  # damaged files raise many classes, even AssertionError
+        except Exception as error:  # a damaged file may raise almost any error
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise CheckpointError(
                 f"{file}: cannot be loaded by torch.load with weights_only=True ({reason})"
@@ -159,11 +159,11 @@ def _with_adapter(base: Source, folder: Path) -> Source:
         try:
             return LoraSource(base, folder)
         except OtherNamesError as error:
-            # the adapter may have the names of transformers, and the model's files older ones
+            # the adapter may use transformers' names, and the model's files older names
             with contextlib.suppress(OtherNamesError):
                 return LoraSource(stacked(base), folder)
-            # factors for each expert, of a model with stacks
-            if ".experts." not in str(error) or not base.config:
+            # an adapter with factors for each expert, for a model with stacks, needs peft's code
+            if ".experts." not in error.tensor or not base.config:
                 raise
     # this module imports torch, transformers and peft, which a plain LoRA does not need
     from .peft_adapters import PeftSource
@@ -208,14 +208,36 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
 
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:
     """Return the source of a module: its state dict and, for a transformers model, its config."""
-    # torch.compile and DataParallel wrap a model, which changes the names of its tensors
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        model = model.module
+    model = _unwrapped(model)
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = to_dict() if callable(to_dict) else {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     state = model.state_dict()
+    _check_state(state, label)
+    first_names: dict[tuple[object, ...], str] = {}
+    # keep a tied tensor once, under the name that a checkpoint has
+    for name, value in list(state.items()):
+        # tensors without memory all have the address 0, so they would count as one tensor
+        if value.device.type == "meta" or not value.numel():
+            continue
+        # the address is not enough, because a view may begin at the address of another tensor
+        view = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        first = first_names.setdefault(view, name)
+        if first != name and (not tied or name in tied):
+            del state[name]
+    return DictSource(state, label, config)
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside a compiled or a parallel model, whose tensors have other names."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return model.module
+    return model
+
+
+def _check_state(state: Mapping[str, object], label: str) -> None:
+    """Raise an error if a module's state has adapters, or values that are not tensors."""
     for name, value in state.items():
         if ".lora_A." in name:
             raise CheckpointError(
@@ -224,21 +246,9 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
             )
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{label}: expected a state dict with tensors, got {name!r} with "
+                f"{label}: expected a tensor for {name!r} in the state dict, got "
                 f"{type(value).__name__}"
             )
-    first_names: dict[tuple[object, ...], str] = {}
-    # keep a tied tensor once, under the name that a checkpoint has
-    for name, value in list(state.items()):
-        # tensors without memory all have the address 0, so they would count as one tensor
-        if value.device.type == "meta" or not value.numel():
-            continue
-        # more than the address: a view may begin where another tensor does
-        view = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        first = first_names.setdefault(view, name)
-        if first != name and (not tied or name in tied):
-            del state[name]
-    return DictSource(state, label, config)
 
 
 def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:

@@ -23,9 +23,10 @@ def merges_of(config: LearnConfig, count: int, base: str | None) -> list[str]:
         for name in names:
             _check_method(field, name, count, base)
     # average is linear with equal weights, so the table has only one of them
-    alike = ("average", "linear")
-    starts = alike if config.start in alike else (config.start,)
-    return [name for name in compared if name not in starts]
+    names_of_start = [config.start]
+    if config.start in ("average", "linear"):
+        names_of_start = ["average", "linear"]
+    return [name for name in compared if name not in names_of_start]
 
 
 def is_folder(name: str) -> bool:

@@ -42,10 +42,12 @@ class Task:
 
 def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
     """Read the examples of each component, and hold out some of them."""
-    read = [TextExamples(source, tokenizer, max_length=config.max_length) for source in data]
-    parts = split_examples(read, config.held_out, _MOST_HELD_OUT)
+    examples = [TextExamples(source, tokenizer, max_length=config.max_length) for source in data]
+    splits = split_examples(examples, config.held_out, _MOST_HELD_OUT)
     tasks: list[Task] = []
-    for number, (source, texts, (train, test)) in enumerate(zip(data, read, parts, strict=True)):
+    for number, source in enumerate(data):
+        texts = examples[number]
+        train, test = splits[number]
         name = f"task {number}"
         if isinstance(source, (str, Path)):
             name = Path(source).name.partition(".")[0]

@@ -20,35 +20,41 @@ _TILE = 1 << 15  # elements processed at a time, so that temporaries stay in cac
 def row_divergences(changed: Array, origin: Array) -> Array:
     """Return the Kullback-Leibler divergence of softmax(changed) from softmax(origin), row by row.
 
-    It is computed in float64: for rows of real weights it is about 1e-6 or less, which is also the
-    rounding error of a float32 logarithm of a probability.
+    The divergence between rows of real weights is about 1e-6 or less. A logarithm of a probability
+    in float32 has a rounding error of the same size, so the computation is in float64.
 
     Args:
-        changed: A matrix, (rows, columns), as numbers or as stored values.
+        changed: A matrix, (rows, columns), of numbers or of stored values as in `numbers`.
         origin: A matrix of the same shape and dtype.
 
     Returns:
         The divergences, (rows,), in float64 if the matrices are in float64, otherwise in float32.
+        The divergence of a row with NaN or infinity is NaN.
 
     >>> row_divergences(np.log([[1.0, 3.0]]), np.log([[1.0, 1.0]])).round(4)
     array([0.1308])
     """
+    # of an empty part, because only the dtype of the numbers matters here
     divergences = np.empty(changed.shape[0], numbers(changed[:0]).dtype)
     step = max(1, _TILE // changed.shape[1])
     with np.errstate(all="ignore"):  # the result of NaN or infinity is NaN
         for start in range(0, changed.shape[0], step):
-            x, x_powers, x_total = _powers(changed[start : start + step])
-            y, _, y_total = _powers(origin[start : start + step])
-            # Σ p log(p / q) with p = x_powers / x_total and log(p / q) = x - y - log(total ratio)
-            x -= y
-            exact = np.einsum("ij,ij->i", x_powers, x) / x_total - np.log(x_total / y_total)
+            x, x_powers, x_total = _exponentials(changed[start : start + step])
+            y, _, y_total = _exponentials(origin[start : start + step])
+            # Σ p log(p / q), with p = x_powers / x_total
+            # and log(p / q) = x - y - log(x_total / y_total)
+            mean_difference = np.einsum("ij,ij->i", x_powers, x - y) / x_total
+            divergence = mean_difference - np.log(x_total / y_total)
             # rounding may make the divergence of nearly equal rows negative
-            divergences[start : start + step] = np.maximum(exact, 0)
+            divergences[start : start + step] = np.maximum(divergence, 0)
     return divergences
 
 
-def _powers(stored: Array) -> tuple[Array, Array, Array]:
-    """Return rows minus their largest element, the exponentials of that, and the rows' totals."""
+def _exponentials(stored: Array) -> tuple[Array, Array, Array]:
+    """Return each row minus its maximum, the exponentials of that, and their sum for each row.
+
+    The shapes are (rows, columns), (rows, columns) and (rows,). All are in float64.
+    """
     rows = numbers(stored)
     shifted = np.subtract(rows, rows.max(-1, keepdims=True), dtype=np.float64)
     powers = np.exp(shifted)
@@ -56,12 +62,15 @@ def _powers(stored: Array) -> tuple[Array, Array, Array]:
 
 
 def outlier_threshold(low: float, median: float, high: float) -> float:
-    """Return the smallest importance that is an outlier, from the quartiles of all importances."""
+    """Return the importance from which on an element counts as an outlier.
+
+    It is the median plus 1.5 times the interquartile range, computed from the three quartiles.
+    """
     return median + 1.5 * (high - low)
 
 
 def quartile_places(size: int) -> list[int]:
-    """Return the indices of the quartiles among ``size`` sorted numbers: lower order statistics."""
+    """Return the indices of the three quartiles among ``size`` sorted numbers, rounded down."""
     return [int(share * (size - 1)) for share in (0.25, 0.5, 0.75)]
 
 
@@ -79,9 +88,11 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     tensor([[1.0000, 2.1000, 2.9000, 9.0000]])
     """
     model = tensors[0]
-    changed, origin = (rows_of(tensor.detach()) for tensor in (model, base))
+    changed = rows_of(model.detach())
+    origin = rows_of(base.detach())
     divergences = row_divergences(changed.cpu().numpy(), origin.cpu().numpy())
-    importance = (changed - origin).abs() * torch.from_numpy(divergences).to(base.device)[:, None]
+    of_rows = torch.from_numpy(divergences).to(base.device)
+    importance = (changed - origin).abs() * of_rows[:, None]
     quartiles = order_statistics(importance, quartile_places(importance.numel()))
     chosen = importance >= outlier_threshold(*quartiles)
     return torch.where(chosen.view(base.shape), model, base)

@@ -274,8 +274,8 @@ def merge_method(
         A decorator that returns the registered method.
 
     Raises:
-        ValueError: The name is no text or is taken, ``base`` is another word, or the function's
-            arguments do not begin with (tensors, base).
+        ValueError: The name is not a string or is already in use, ``base`` is not one of the three
+            values, or the function's arguments do not begin with (tensors, base).
 
     >>> @merge_method("largest_value", inputs=(2, None), elementwise=True)
     ... def largest_value(tensors, base, *, weight: PerModel = 1.0):

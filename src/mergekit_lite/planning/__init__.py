@@ -49,6 +49,9 @@ __all__ = [
 ]
 
 
+_ANYWAY = "to merge anyway, pass allow_incomplete=True (--allow-incomplete)"
+
+
 def make_plan(
     recipe: MergeRecipe,
     *,
@@ -133,8 +136,10 @@ def make_plan(
         names |= {i.name for i in t.everything}
     notes += idle_filters(recipe, names)
     config, misplaced = _output_config(recipe, aligned, tensors, rows)
-    _stop_if([] if allow_incomplete else misplaced)
-    notes += misplaced
+    if misplaced is not None:
+        if not allow_incomplete:
+            raise PlanError([f"{misplaced}; {_ANYWAY}"])
+        notes.append(misplaced)
     # the stem of the donor's file names, so that a diffusers folder keeps its names
     stem = getattr(models.sources[models.donor], "stem", "model")
     placed, shards = shard_layout(tensors, max_shard_size, stem)
@@ -164,15 +169,15 @@ def _check_models(
         notes += layers_beyond(source)
         missing = missing_tensors(source)
         if missing and not allow_incomplete:
-            missing[-1] += "; allow_incomplete=True (--allow-incomplete) merges it as it is"
+            missing[-1] += f"; {_ANYWAY}"
         (notes if allow_incomplete else problems).extend(missing)
     return problems, notes
 
 
 def _output_config(
     recipe: MergeRecipe, models: Models, tensors: list[TensorPlan], rows: int | None
-) -> tuple[Json, list[str]]:
-    """Return the output's config, and a problem if slices do not fit it."""
+) -> tuple[Json, str | None]:
+    """Return the output's config, and a problem if slices do not fit it, or None."""
     spans = []
     for piece in recipe.slices:
         first = piece.sources[0]
@@ -180,10 +185,9 @@ def _output_config(
         spans.append((models.of(first.model), *first.layer_range))
     config = output_config(models.sources, models.donor, tensors, rows, spans)
     if not spans or not config:
-        return config, []
+        return config, None
     donor = models.sources[models.donor]
-    misplaced = misplaced_layer(donor, config, [t.name for t in tensors])
-    return config, [] if misplaced is None else [misplaced]
+    return config, misplaced_layer(donor, config, [t.name for t in tensors])
 
 
 def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, list[str]]:

@@ -166,18 +166,18 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
 
 
 def row_problems(slots: Sequence[Slot], models: Models) -> list[str]:
-    """Return a problem if slices give the output embeddings and heads of different sizes."""
-    rows = {}
+    """Return a problem if the embeddings and heads from different slices differ in their rows."""
+    name_by_rows = {}
     for slot in slots:
-        _, first = slot.inputs[0] if slot.inputs else (None, slot.base)
+        first = slot.inputs[0][1] if slot.inputs else slot.base
         if slot.piece is not None and first is not None and is_vocabulary_tensor(slot.name):
             shape = models.sources[first.source].tensors[first.name].shape
-            rows.setdefault(shape[0], slot.name)
-    if len(rows) < 2:
+            name_by_rows.setdefault(shape[0], slot.name)
+    if len(name_by_rows) < 2:
         return []
-    shown = " and ".join(f"{name} with {count}" for count, name in rows.items())
+    shown = " and ".join(f"{name} with {rows} rows" for rows, name in name_by_rows.items())
     return [
-        f"slices: expected embeddings and heads with one number of rows, got {shown} (the "
+        f"slices: expected embeddings and heads with equal numbers of rows, got {shown} (the "
         "vocabularies differ; set tokenizer_source: base or union to match rows by token)"
     ]
 

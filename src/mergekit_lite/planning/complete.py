@@ -1,7 +1,7 @@
-"""Check that a model has the tensors, and tensors the sizes, that its config promises.
+"""Check that a model has the tensors and the sizes that its config promises.
 
-The checks read only names and shapes. They know the families of transformers that are listed here;
-of any other model, they compare the layers with each other.
+The checks read only names and shapes. Some checks apply only to the families in `LLAMA_LIKE`,
+whose layers are alike. In other families, layers may differ by design, so less can be checked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from model_components._checks import is_whole
 
@@ -16,7 +17,7 @@ from ..files import Source
 from ..files.experts import StackedSource
 from ..files.headers import Json
 from ..vocabulary import HEAD, embedding_rows
-from .configs import LAYER_KEYS, layer_count, layer_keys, text_config
+from .configs import LAYER_KEYS, LayerKeys, layer_count, layer_keys, text_config
 from .layout import is_usual_list, layer_lists, text_lists
 
 _SHOWN = 5  # missing layers or tensors that a message names
@@ -37,23 +38,24 @@ LLAMA_LIKE = (
     "qwen3_moe",
     "smollm3",
 )
-"""Model types with ``embed_tokens`` and ``norm`` next to the layers, and layers that are alike.
+"""Model types with ``embed_tokens`` and ``norm`` next to the layers, and with equal layers.
 
-Their layers may differ only in being dense or having experts."""
+All layers of a model have the same tensors, but some may be dense and others have experts."""
 
 UNTIED = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose head is not tied to the embedding if the config does not say so."""
+"""Model types whose head is not tied to the embedding if the config has no setting for it."""
 
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_MATRIX = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TORN = 2  # the largest number of layers that lack tensors if one file is lost
 
 
 def missing_tensors(source: Source) -> list[str]:
-    """Return a message for each kind of tensor that a model should have but lacks."""
+    """Return a message for each way in which a model's tensors do not fit its config or layers."""
     config = text_config(source.config)
-    # as in the files: a stack of experts hides which matrix is missing
-    names = list((source.model if isinstance(source, StackedSource) else source).tensors)
+    # the names in the files, because a stack of experts hides which matrix is missing
+    stored = source.model if isinstance(source, StackedSource) else source
+    names = list(stored.tensors)
     before, layers = _names_by_layer(names, config)
     problems = [
         _not_counts(config),
@@ -64,6 +66,7 @@ def missing_tensors(source: Source) -> list[str]:
         _missing_biases(config, names, before),
         _other_rows(source, config),
         _missing_head(source, config),
+        _too_few_experts(source, config, before),
         *_other_sizes(source, config, before),
     ]
     return [f"{source.label}: {problem}" for problem in problems if problem is not None]
@@ -86,64 +89,86 @@ def layers_beyond(source: Source) -> list[str]:
 def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str | None:
     """Return a message if slices put a layer where the output's config has another kind, or None.
 
-    Kinds of layers differ in their tensors: for example, only some have experts. Configs say in
-    different ways which layer is of which kind. If their lists (``mlp_only_layers``) decide it, the
-    output's lists must fit the output's layers. Otherwise its position in ``source`` decides it.
+    Two layers are of the same kind if they have the same tensors: for example, only some layers
+    have experts. In some families, lists in the config (``mlp_only_layers``) determine the kind of
+    each layer. Then each layer of the output must be of the kind in the output's lists. In other
+    families, it must be of the same kind as the layer at its position in ``source``.
 
     Args:
         source: The model whose config the output has.
         config: The output's config.
         names: The names of the output's tensors.
     """
-    given = text_config(source.config)
-    config = text_config(config)
-    _, theirs = _names_by_layer(list(source.tensors), given)
-    before, layers = _names_by_layer(names, config)
-    keys = layer_keys(given)
-    by_lists: dict[object, set[str]] = {}
-    decided = True
-    for number, tensors in theirs.items():
-        decided &= by_lists.setdefault(_said(given, keys, number), tensors) == tensors
-    kinds = [tensors for _, tensors in sorted(theirs.items())]
+    source_config = text_config(source.config)
+    output_config = text_config(config)
+    _, source_layers = _names_by_layer(list(source.tensors), source_config)
+    before, layers = _names_by_layer(names, output_config)
+    keys = layer_keys(source_config)
+    by_lists = _kinds_by_lists(source_config, keys, source_layers)
+    kinds = [tensors for _, tensors in sorted(source_layers.items())]
     for number, tensors in sorted(layers.items()):
-        if decided:
-            expected = by_lists.get(_said(config, keys, number), tensors)
+        if by_lists is not None:
+            # of a combination that the source does not have, the kind is not known
+            expected = by_lists.get(_entries(output_config, keys, number), tensors)
         else:
-            expected = _at_position(kinds, number)
+            expected = _kind_at(number, kinds)
         if tensors != expected:
             return (
-                f"slices: expected {before}{number} to be a layer of the kind that config.json "
-                f"gives this position, got another kind of {source.label}, whose tensors "
-                "transformers would not load there"
+                f"slices: expected {before}{number} to be a layer of the kind that the output's "
+                f"config.json (from {source.label}) has at this position, got a layer with other "
+                "tensors, which transformers would not load there"
             )
     return None
 
 
-def _at_position(kinds: Sequence[set[str]], number: int) -> set[str] | None:
-    """Return the kind of a layer, also beyond the given layers if these follow a rule."""
+def _kinds_by_lists(
+    config: Json, keys: LayerKeys, layers: Mapping[int, set[str]]
+) -> dict[object, set[str]] | None:
+    """Return the kind of layer for each combination of entries in the lists of a config.
+
+    Return None if the lists do not determine the kind.
+    """
+    kinds: dict[object, set[str]] = {}
+    count = layer_count(config)
+    for number, tensors in layers.items():
+        if count is not None and number >= count:  # such as layers that predict further tokens
+            continue
+        kind = kinds.setdefault(_entries(config, keys, number), tensors)
+        if kind != tensors:
+            return None
+    return kinds
+
+
+def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[object, ...]:
+    """Return a layer's entry in each list of a config.
+
+    For a list of indices, the entry is whether the list contains the layer.
+    """
+    entries = [config[key][number] for key in keys.entries]
+    return (*entries, *(number in config[key] for key in keys.indices))
+
+
+def _kind_at(number: int, kinds: Sequence[set[str]]) -> set[str] | None:
+    """Return the expected kind of the layer at a position, or None if no kind is known to fit.
+
+    Beyond the last of ``kinds``, a periodic pattern is continued. Without one, the last kind is
+    repeated if the last two layers are of the same kind.
+    """
     if number < len(kinds):
         return kinds[number]
     for period in range(1, len(kinds) // 2 + 1):
         if kinds[period:] == kinds[:-period]:
             return kinds[number % period]
-    # only the first layers may differ from all others
-    return kinds[-1] if kinds[-2:-1] == kinds[-1:] else None
-
-
-def _said(config: Json, keys: Mapping[str, bool], number: int) -> tuple[object, ...]:
-    """Return what the lists of a config say about a layer."""
-    said: list[object] = []
-    for key, holds_indices in keys.items():
-        value = config[key]
-        said.append(number in value if holds_indices else value[number])
-    return tuple(said)
+    if len(kinds) >= 2 and kinds[-1] == kinds[-2]:
+        return kinds[-1]
+    return None
 
 
 def _not_counts(config: Json) -> str | None:
-    """Return a message if the number of layers or tokens is not a whole number."""
+    """Return a message if a config's number of layers or tokens is not a whole number, or None."""
     for key in (*LAYER_KEYS, "vocab_size"):
         value = config.get(key)
-        # some models have a number for each tower here, in a mapping
+        # in some models, the value is a mapping with one number for each tower
         if isinstance(value, (bool, float, str)):
             return f"expected {key} in config.json to be a whole number, got {value!r}"
     return None
@@ -173,10 +198,10 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
     - Another layer has all of its tensors and more.
     - At most two layers lack the same tensor, because one lost file affects at most two layers.
 
-    In a family that is not `LLAMA_LIKE`, there are three more:
+    In a family that is not `LLAMA_LIKE`, there are three more conditions:
 
-    - There are more than four layers, to tell a rule from an exception.
-    - It is not the first layer, which has no norm or no router in some models.
+    - There are more than four layers, enough to tell a rule from an exception.
+    - The layer is not the first, which has no norm or no router in some models.
     - If only keys and values are missing, a later layer has them: in some models the last layers
       share the keys and values of other layers.
     """
@@ -225,27 +250,42 @@ def _missing_experts(config: Json, names: Sequence[str], before: str) -> str | N
     """Return a message that names an expert, or a matrix of an expert, that is missing, or None."""
     experts: dict[str, dict[int, set[str]]] = {}
     for name in names:
-        match = _EXPERT.match(name)
+        match = _MATRIX.match(name)
         if match is not None and name.startswith(before):
-            layer = experts.setdefault(match[1], {})
-            layer.setdefault(int(match[2]), set()).add(match[3])
-    _, promised = _expert_count(config)
+            layer = experts.setdefault(match["experts"], {})
+            layer.setdefault(int(match["number"]), set()).add(match["matrix"])
+    promised = _expert_count(config)
     for prefix, layer in experts.items():
         matrices = set().union(*layer.values())
-        for number in range(max(promised or 0, 1 + max(layer))):
+        count = 1 + max(layer)
+        if promised is not None:
+            count = max(count, promised)
+        for number in range(count):
             missing = sorted(matrices - layer.get(number, set()))
             if missing:
                 return f"expected {prefix}.{number}.{missing[0]}, got none"
     return None
 
 
-def _expert_count(config: Json) -> tuple[str, int | None]:
-    """Return the key and the value of the number of experts; the value is None if unknown."""
+def _expert_count(config: Json) -> int | None:
+    """Return a config's number of experts, or None if it has no such number."""
     for key in _EXPERT_COUNTS:
-        value = config.get(key)
-        if is_whole(value):
-            return key, value
-    return "", None
+        if is_whole(config.get(key)):
+            return config[key]
+    return None
+
+
+def _too_few_experts(source: Source, config: Json, before: str) -> str | None:
+    """Return a message if a stack has fewer experts than the config promises, or None."""
+    promised = _expert_count(config)
+    if promised is None:
+        return None
+    for name, info in source.tensors.items():
+        is_stack = name.startswith(before) and ".experts." in name and len(info.shape) == 3
+        # more are allowed: some experts, such as ones that return zeros, are not counted
+        if is_stack and info.shape[0] < promised:
+            return f"expected {promised} experts, as in config.json, got {info.shape[0]} in {name}"
+    return None
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -272,8 +312,8 @@ def _missing_layers(
     """Return a message that names layers that the config counts but that have no tensors, or None.
 
     Layers are found by the numbers in tensor names (``layers.3.``). A model whose layers all share
-    one set of weights has no such numbers and is not checked. Neither are models whose config may
-    count something else: models of images, or with several lists of as many layers.
+    one set of weights has no such numbers and is not checked. Models whose config may count
+    something else are not checked either: image models, and models with several equally long lists.
     """
     counts = layer_lists(names)
     lengths = [counts[prefix] for prefix in text_lists(names, config)]
@@ -287,7 +327,7 @@ def _missing_layers(
 
 
 def _missing_biases(config: Json, names: Sequence[str], before: str) -> str | None:
-    """Return a message if the config of a `LLAMA_LIKE` model promises biases that it lacks."""
+    """Return a message if a `LLAMA_LIKE` model lacks a bias that its config promises, or None."""
     if config.get("model_type") not in LLAMA_LIKE:
         return None
     for key, layer in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.up_proj")):
@@ -297,7 +337,7 @@ def _missing_biases(config: Json, names: Sequence[str], before: str) -> str | No
             bias = f"{name.removesuffix('weight')}bias"
             inside = name.startswith(before) and name.endswith(f"{layer}.weight")
             if inside and bias not in names:
-                return f"expected {bias}, as {key} in config.json says, got none"
+                return f"expected {bias}, because config.json has {key}: true, got none"
     return None
 
 
@@ -322,7 +362,7 @@ def _missing_head(source: Source, config: Json) -> str | None:
     named = source.config.get("architectures")
     causal = isinstance(named, list) and any("ForCausalLM" in str(name) for name in named)
     has_head = any(HEAD.search(name) for name in source.tensors)
-    # of other families the default is not known, so only an explicit false counts
+    # the default of other families is not known here, so only an explicit false counts
     default = config.get("tie_word_embeddings", config.get("model_type") not in UNTIED)
     tied = source.config.get("tie_word_embeddings", default)
     if not causal or tied is not False or has_head or not embedding_rows(source):
@@ -333,42 +373,45 @@ def _missing_head(source: Source, config: Json) -> str | None:
     )
 
 
+class _Promise(NamedTuple):
+    """A size that a config promises: of the first tensor whose name ends so, along an axis."""
+
+    setting: str
+    ending: str
+    axis: int
+    size: int
+
+
 def _other_sizes(source: Source, config: Json, before: str) -> Iterator[str]:
     """Yield a message for each setting of a config that contradicts the tensors' shapes."""
-    key, experts = _expert_count(config)
-    expected = list(_promised_sizes(config, before))
-    for name, info in source.tensors.items():
-        shape = info.shape
-        is_stack = name.startswith(before) and ".experts." in name and len(shape) == 3
-        # a stack may also hold experts that are not counted, such as those that return zeros
-        if is_stack and experts is not None and shape[0] < experts:
-            yield f"expected {experts} experts, the {key} in config.json, got {shape[0]} in {name}"
-            experts = None  # one message is enough
-        for place, (setting, ending, axis, size) in enumerate(expected):
+    for setting, ending, axis, size in _promises(config, before):
+        for name, info in source.tensors.items():
+            # the embedding is the only tensor outside the layers, and `ending` is its whole name
             inside = name.startswith(before) or name == ending
-            if inside and name.endswith(ending) and len(shape) == 2 and shape[axis] != size:
-                what = "columns" if axis else "rows"
+            if not inside or not name.endswith(ending) or len(info.shape) != 2:
+                continue
+            if info.shape[axis] != size:
+                unit = "columns" if axis else "rows"
                 yield (
-                    f"expected {name} with {size} {what}, the {setting} in config.json, got "
-                    f"{shape[axis]}"
+                    f"expected {name} with {size} {unit}, the {setting} in config.json, got "
+                    f"{info.shape[axis]}"
                 )
-                del expected[place]
                 break
 
 
-def _promised_sizes(config: Json, before: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield a setting, the ending of a tensor's name, an axis, and the size by the setting."""
+def _promises(config: Json, before: str) -> Iterator[_Promise]:
+    """Yield each size that the config of a `LLAMA_LIKE` model promises."""
     if config.get("model_type") not in LLAMA_LIKE:
         return
     numbers = {key: value for key, value in config.items() if is_whole(value)}
     if "hidden_size" in numbers:
         embedding = f"{before.removesuffix('layers.')}embed_tokens.weight"
-        yield "hidden_size", embedding, 1, numbers["hidden_size"]
+        yield _Promise("hidden_size", embedding, 1, numbers["hidden_size"])
     if "intermediate_size" in numbers:
-        yield "intermediate_size", ".mlp.up_proj.weight", 0, numbers["intermediate_size"]
+        yield _Promise("intermediate_size", ".mlp.up_proj.weight", 0, numbers["intermediate_size"])
     if "head_dim" not in numbers:  # the default differs between families
         return
     for setting, layer in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
         if setting in numbers:
             size = numbers[setting] * numbers["head_dim"]
-            yield f"{setting} times head_dim", f".self_attn.{layer}.weight", 0, size
+            yield _Promise(f"{setting} times head_dim", f".self_attn.{layer}.weight", 0, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from model_components._checks import is_whole
 
@@ -99,46 +100,67 @@ def _count_layers(
     config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
 ) -> None:
     """Set the number of layers, and rebuild lists of layers from the slices."""
-    kinds = layer_keys(config)
+    keys = layer_keys(config)
     for key in LAYER_KEYS:
         if key in config:
             config[key] = sum(end - begin for _, begin, end in spans)
-    for key, holds_indices in kinds.items():
-        entries: list[object] = []
-        first = 0  # of the slice in the output
+    for key in (*keys.entries, *keys.indices):
+        lists = []
         for place, begin, end in spans:
             own = configs[place].get(key)
             # a model without such a list is taken to have the donor's kinds of layers
-            source = own if isinstance(own, list) else config[key]
-            if holds_indices:
-                entries += [first + i - begin for i in range(begin, end) if i in source]
-            elif len(source) < end:
+            lists.append((own if isinstance(own, list) else config[key], begin, end))
+        if key in keys.indices:
+            config[key] = _moved(lists)
+            continue
+        entries: list[object] = []
+        for source, begin, end in lists:
+            if len(source) < end:
                 raise PlanError(
                     [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
                 )
-            else:
-                entries += source[begin:end]
-            first += end - begin
+            entries += source[begin:end]
         config[key] = entries
 
 
-def layer_keys(config: Json) -> dict[str, bool]:
-    """Return the keys of lists that say which layers are of which kind.
+def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
+    """Return the indices in the output of the layers that slices take from lists of indices."""
+    indices = []
+    first = 0  # the index in the output of the slice's first layer
+    for source, begin, end in lists:
+        for layer in range(begin, end):
+            if layer in source:
+                indices.append(first + layer - begin)
+        first += end - begin
+    return indices
 
-    The value is True if the list holds the indices of layers (``mlp_only_layers``), and False if it
-    has one entry for each layer (``layer_types``).
+
+class LayerKeys(NamedTuple):
+    """The keys of the lists in a config that determine the kinds of layers.
+
+    Args:
+        entries: Lists with one entry for each layer (``layer_types``).
+        indices: Lists of the indices of some layers (``mlp_only_layers``).
     """
+
+    entries: list[str]
+    indices: list[str]
+
+
+def layer_keys(config: Json) -> LayerKeys:
+    """Find the lists in a config that determine the kinds of the layers."""
     count = layer_count(config)
-    found = {}
+    keys = LayerKeys([], [])
     for key, value in config.items():
         if not isinstance(value, list) or count is None:
             continue
         if not ("layer" in key or "idx" in key or key.endswith("types")):
             continue
-        # growing numbers below the number of layers: one entry per layer repeats its values
-        ordered = all(is_whole(i) for i in value) and value == sorted(set(value))
-        if ordered and all(0 <= i < count for i in value):
-            found[key] = True
+        # increasing numbers below the number of layers are taken to be indices, because a list
+        # with one entry per layer normally repeats values
+        increasing = all(is_whole(i) for i in value) and value == sorted(set(value))
+        if increasing and all(0 <= i < count for i in value):
+            keys.indices.append(key)
         elif len(value) == count:
-            found[key] = False
-    return found
+            keys.entries.append(key)
+    return keys

@@ -35,8 +35,8 @@ class Slot:
             outside the layers, as in mergekit.
         inputs: Each model's entry in the recipe (None for a base that is not listed as a model),
             and the model's tensor.
-        names: The tensor's name in each of these models, which filters match. A tied head is called
-            a head, although it is stored as the embedding.
+        names: The tensor's name in each of these models, with which filters are compared. A tied
+            head has a head's name here, although it is stored as the embedding.
         base: The base's tensor, for methods that use a base.
         piece: The slice that the tensor belongs to; None for whole models.
     """

@@ -154,11 +154,11 @@ def _without_value(
 ) -> ValueError:
     """Return the error that a required parameter has no value for a tensor.
 
-    The tensor is not named, so that the problems of all tensors are one.
+    The message does not name the tensor, so that it is equal for all tensors and listed once.
     """
-    what = f"{method.name}: parameter {key!r} is required, but {owner} has no value"
+    what = f"{method.name}: parameter {key!r} is required, but {owner} has no value for it"
     if any(level.get(key) is not None for level in levels):
-        what += " for tensors that no filter matches; add an entry without a filter"
+        what += " in tensors that no filter matches; add an entry without a filter"
     return ValueError(what)
 
 

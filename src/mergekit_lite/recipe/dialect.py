@@ -395,7 +395,7 @@ class _Parser:
         source = data.get("source")
         force = data.get("force") or False
         if not isinstance(force, bool):
-            raise RecipeError(f"{where}: expected force as true or false, got {force!r}")
+            raise RecipeError(f"{where}: force must be true or false, got {force!r}")
         if source is None:
             return TokenRule(force=force)
         if not isinstance(source, Mapping) or source.get("kind") is None:
@@ -417,7 +417,7 @@ class _Parser:
                 f"model_token, got {', '.join(map(str, source))}"
             )
         if token is not None and not isinstance(token, str):
-            raise RecipeError(f"{where}: expected token as text, got {token!r}")
+            raise RecipeError(f"{where}: token must be text, got {token!r}; put it in quotes")
         if row is not None and (type(row) is not int or row < 0):
             raise RecipeError(f"{where}: expected token_id as an integer of 0 or more, got {row!r}")
         return TokenRule(

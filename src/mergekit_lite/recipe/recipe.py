@@ -15,6 +15,8 @@ import yaml
 
 from ..dtypes import FLOATS
 
+_LARGEST_MULTIPLE = 1 << 16  # a larger multiple must be a mistake, and could use up all memory
+
 
 class RecipeError(ValueError):
     """The error for an invalid recipe.
@@ -53,9 +55,6 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     if problems:
         raise RecipeError(*problems)
     return notes
-
-
-_MOST_PADDED = 1 << 16  # a larger multiple is a mistake, and could take all memory
 
 
 def as_mapping(where: str, value: object) -> dict[str, object]:
@@ -211,9 +210,9 @@ class TokenizerSpec:
             raise RecipeError(
                 f"tokenizer pad_to_multiple_of: expected an integer above 0, got {pad!r}"
             )
-        if pad is not None and pad > _MOST_PADDED:
+        if pad is not None and pad > _LARGEST_MULTIPLE:
             raise RecipeError(
-                f"tokenizer pad_to_multiple_of: expected at most {_MOST_PADDED}, got {pad!r}"
+                f"tokenizer pad_to_multiple_of: expected at most {_LARGEST_MULTIPLE}, got {pad!r}"
             )
 
 

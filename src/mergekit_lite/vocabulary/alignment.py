@@ -102,7 +102,8 @@ class Vocabulary:
         row_of: For each model and output row, the row to read from the model in ``model_of``; or
             `ZERO`, `MEAN` or `AVERAGE`.
         folder: The folder of the tokenizer's files; None if there are no files.
-        tokenizer_json: The text of the changed tokenizer.json; None if its tokens are the output's.
+        tokenizer_json: The text of the output's tokenizer.json if it was changed; None if the files
+            in ``folder`` are copied unchanged.
         notes: Notes on assumptions about the models' tokens.
     """
 
@@ -151,7 +152,14 @@ def _with_rows(vocabulary: Mapping[str, int], rows: int) -> dict[str, int]:
 def _rowless_notes(
     tokens: Mapping[str, int], vocabulary: Mapping[str, int], label: str, where: str
 ) -> list[str]:
-    """Return a note on the tokens of a tokenizer that ``tokens`` lacks, if there are any."""
+    """Return a list with a note on a tokenizer's tokens that are not in ``tokens``, if any.
+
+    Args:
+        tokens: The output's tokens.
+        vocabulary: The tokenizer's tokens.
+        label: The tokenizer's name in the note.
+        where: The models that have no row for the tokens, for the note.
+    """
     missing = [token for token in vocabulary if token not in tokens]
     if not missing:
         return []
@@ -218,7 +226,7 @@ def plan_vocabulary(
     """
     vocabularies, notes = _vocabularies(sources, donor)
     folder, tokens, rows = _source_of_tokens(sources, spec, donor, index)
-    written = tokens  # those of the tokenizer's files
+    written = tokens  # the tokens in the tokenizer's files
     if rows:
         # a tokenizer may reserve tokens beyond the model's rows, which would get a made-up row
         tokens = _with_rows(tokens, rows)
@@ -286,7 +294,7 @@ def _source_of_tokens(
         folder = find_folder(spec.source)
     except CheckpointError as error:
         raise CheckpointError(
-            f"tokenizer source: expected base, union, one of the models or a folder: {error}"
+            f"tokenizer source: expected base, union, one of the models or a folder, got {error}"
         ) from error
     # 0 rows: a tokenizer without a model has no padding, so only its tokens count
     return folder, read_vocabulary(folder, spec.source), 0
@@ -312,7 +320,8 @@ def _changed_tokenizer(
     except CheckpointError:
         if tokens.keys() - written.keys():
             raise
-    return None, [f"{folder}: the tokenizer's files still have the tokens that are left out"]
+    note = "this tokenizer cannot be changed, so its files are copied with the tokens without a row"
+    return None, [f"{folder}: {note}"]
 
 
 def _extend_tokenizer_of(

@@ -54,13 +54,17 @@ def read_vocabulary(folder: Path | None, label: str) -> dict[str, int]:
     else:
         path = folder / "vocab.txt"
         with reading(path, "merge"):
+            # splitlines would also split tokens at characters such as U+2028
             lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         ids = {line: row for row, line in enumerate(lines)}
     return _whole_numbers(path, ids | _added_tokens(folder))
 
 
 def _added_tokens(folder: Path) -> dict[str, Any]:
-    """Return the ids of tokens beside the vocabulary: in added_tokens.json, or the settings."""
+    """Return the ids of the tokens that were added to a vocabulary, by token.
+
+    They are read from added_tokens.json or, without this file, from tokenizer_config.json.
+    """
     if (folder / "added_tokens.json").exists():
         return read_json(folder / "added_tokens.json")
     path = folder / "tokenizer_config.json"
@@ -112,11 +116,22 @@ def _makes_missing_token(
 
 
 def _merges(path: Path, model: Mapping[str, Any]) -> list[list[str] | str]:
-    """Return the BPE merges of a tokenizer; each is a pair or, in older files, one string."""
+    """Return the BPE merges of a tokenizer: pairs or, in older files, strings with a space.
+
+    Args:
+        path: The tokenizer.json, for messages.
+        model: The tokenizer's model in the file.
+
+    Raises:
+        CheckpointError: A merge is neither a pair of tokens nor a string.
+    """
     merges = model.get("merges") or []
-    for merge in merges if isinstance(merges, list) else [merges]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list) or not all(isinstance(token, str) for token in pair):
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{path}: expected a list of merges, got {merges!r}")
+    for merge in merges:
+        if isinstance(merge, str):
+            continue
+        if not isinstance(merge, list) or [type(token) for token in merge] != [str, str]:
             raise CheckpointError(
                 f"{path}: expected merges that are pairs of tokens, got {merge!r}"
             )

@@ -23,7 +23,13 @@ from mergekit_lite.engine.hashing import hash_file
 from mergekit_lite.files import DictSource, Source, TensorInfo
 from mergekit_lite.files.experts import stacked
 from mergekit_lite.methods import slerp
-from mergekit_lite.planning.complete import LLAMA_LIKE, UNTIED, misplaced_layer, missing_tensors
+from mergekit_lite.planning.complete import (
+    BIASES,
+    LLAMA_LIKE,
+    UNTIED,
+    misplaced_layer,
+    missing_tensors,
+)
 from mergekit_lite.recipe import ModelEntry
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
@@ -933,6 +939,13 @@ def test_families_are_as_the_checks_of_complete_models_know_them():
         layers = [{n for n in names if n.startswith(f"model.layers.{i}.")} for i in range(6)]
         assert len({len(layer) for layer in layers}) == 1, model_type
         assert not config.tie_word_embeddings or model_type not in UNTIED
+        for setting, (layer, families) in BIASES.items():
+            changed = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=1)
+            setattr(changed, setting, True)
+            with torch.device("meta"):
+                with_biases = transformers.AutoModelForCausalLM.from_config(changed).state_dict()
+            added = f"model.layers.0.{layer}.bias" in with_biases.keys() - names.keys()
+            assert added == (model_type in families), (model_type, setting)
 
 
 class Described(Source):

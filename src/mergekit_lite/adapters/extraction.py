@@ -18,7 +18,6 @@ from model_components._model_folders import shown_name
 from ..dtypes import FLOAT32, FLOATS, Array, numbers, promote
 from ..files import Source, open_source
 from ..files.adapter import stores_transposed
-from ..files.experts import stacked
 from ..planning import PlanError
 from ..vocabulary import HEAD, copy_tokenizer, is_vocabulary_tensor
 from .report import AdapterModule, AdapterReport
@@ -101,7 +100,7 @@ def extract_lora(
         )
         raise PlanError([problem], _WHAT)
     factors = extraction.factors
-    if stacked(base) is not base:
+    if any(".experts." in name for name in base.tensors):
         # peft converts the names of experts' factors, but not the names in rank_pattern, so all
         # modules get the same rank
         factors = _of_one_rank(factors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,10 @@ _PATTERNS = (
 )
 
 
+# names of factors in peft's LoRA, LoHa and LoKr
+_ADAPTER = re.compile(r"\.(lora_A|lora_embedding_A|hada_w1_a|lokr_w1(_a)?)(\.|$)")
+
+
 def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | None:
     files = sorted(folder.glob(_PICKLES))
     if not files:
@@ -45,8 +50,8 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         )
     state: dict[str, object] = {}
     for file, wanted in _pickled_files(folder, files, label).items():
-        is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before torch 1.6
         try:
+            is_zip = zipfile.is_zipfile(file)  # torch cannot memory-map files from before torch 1.6
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except Exception as error:  # a damaged file may raise almost any error
             reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -86,12 +91,7 @@ def _from_state(
 ) -> DictSource:
     if not state:
         raise CheckpointError(f"{label}: expected a state dict with tensors, got an empty one")
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{label}: expected a state dict that maps names to tensors, got {key!r} with "
-                f"{type(value).__name__}"
-            )
+    _check_state(state, label)
     return DictSource(state, label, config)
 
 
@@ -229,25 +229,26 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside a compiled or a parallel model, whose tensors have other names."""
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        return model.module
-    return model
+    """Return the model inside compiled and parallel models, whose tensors have other names."""
+    inner: Any = model
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    while isinstance(inner, parallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, parallel) else inner._orig_mod
+    return inner
 
 
 def _check_state(state: Mapping[str, object], label: str) -> None:
-    """Raise an error if a module's state has adapters, or values that are not tensors."""
+    """Raise an error if a state dict has adapters, or anything but tensors by name."""
     for name, value in state.items():
-        if ".lora_A." in name:
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{label}: expected a state dict that maps names to tensors, got {name!r} with "
+                f"{type(value).__name__}"
+            )
+        if _ADAPTER.search(name):
             raise CheckpointError(
                 f"{label}: expected a model without adapters, got one with {name}; pass "
                 'model.merge_and_unload(), or a path "model+adapter"'
-            )
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{label}: expected a tensor for {name!r} in the state dict, got "
-                f"{type(value).__name__}"
             )
 
 

@@ -16,7 +16,7 @@ from ..dtypes import Array
 from ..files import CheckpointError, Source, TensorInfo
 from ..recipe import MergeRecipe
 from ..recipe.templates import TEMPLATES
-from ..vocabulary import is_vocabulary_tensor, read_vocabulary, stage_tokens
+from ..vocabulary import embedding_rows, is_vocabulary_tensor, read_vocabulary, stage_tokens
 from .layout import Slot
 from .models import Models
 from .plan import CHUNK, Input, TensorPlan
@@ -167,15 +167,19 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
 
 def row_problems(slots: Sequence[Slot], models: Models) -> list[str]:
     """Return a problem if the embeddings and heads from different slices differ in their rows."""
-    name_by_rows = {}
+    found = []
     for slot in slots:
         first = slot.inputs[0][1] if slot.inputs else slot.base
         if slot.piece is not None and first is not None and is_vocabulary_tensor(slot.name):
-            shape = models.sources[first.source].tensors[first.name].shape
-            name_by_rows.setdefault(shape[0], slot.name)
-    if len(name_by_rows) < 2:
+            rows = models.sources[first.source].tensors[first.name].shape[0]
+            found.append((rows, slot.name, first.source))
+    # the config has the number of rows of its own model
+    for rows in embedding_rows(models.sources[models.donor]) if found else ():
+        found.append((rows, "the config of " + models.label(models.donor), models.donor))
+    # one model may have embeddings of several sizes
+    if len({source for _, _, source in found}) < 2 or len({rows for rows, _, _ in found}) < 2:
         return []
-    shown = " and ".join(f"{name} with {rows} rows" for rows, name in name_by_rows.items())
+    shown = " and ".join(f"{name} with {rows} rows" for rows, name, _ in found)
     return [
         f"slices: expected embeddings and heads with equal numbers of rows, got {shown} (the "
         "vocabularies differ; set tokenizer_source: base or union to match rows by token)"

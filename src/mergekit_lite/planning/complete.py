@@ -18,7 +18,7 @@ from ..files.experts import StackedSource
 from ..files.headers import Json
 from ..vocabulary import HEAD, embedding_rows
 from .configs import LAYER_KEYS, LayerKeys, layer_count, layer_keys, text_config
-from .layout import is_usual_list, layer_lists, text_lists
+from .layout import COMPUTED, is_usual_list, layer_lists, text_lists
 
 _SHOWN = 5  # missing layers or tensors that a message names
 # keys and values of attention, which some models share between layers
@@ -42,11 +42,40 @@ LLAMA_LIKE = (
 
 All layers of a model have the same tensors, but some may be dense and others have experts."""
 
-UNTIED = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+UNTIED = (
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
 """Model types whose head is not tied to the embedding if the config has no setting for it."""
+
+BIASES = {
+    "attention_bias": (
+        "self_attn.q_proj",
+        (
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "granite",
+            "llama",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+        ),
+    ),
+    "mlp_bias": ("mlp.up_proj", ("granite", "llama", "smollm3")),
+}
+"""A setting that adds biases, a layer that then has one, and the model types with this setting."""
 
 _MATRIX = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OTHER_HEAD = re.compile(r"(^|\.)(head|output)\.weight$")  # of DeepSeek-V4 and GIT
 _TORN = 2  # the largest number of layers that lack tensors if one file is lost
 
 
@@ -90,9 +119,9 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     """Return a message if slices put a layer where the output's config has another kind, or None.
 
     Two layers are of the same kind if they have the same tensors: for example, only some layers
-    have experts. In some families, lists in the config (``mlp_only_layers``) determine the kind of
-    each layer. Then each layer of the output must be of the kind in the output's lists. In other
-    families, it must be of the same kind as the layer at its position in ``source``.
+    have experts. Lists in the config (``mlp_only_layers``) may determine the kind of each layer.
+    Each layer of the output must be of a kind that ``source`` has for the same entries. Tensors
+    that these entries do not determine must be those of the layer at this position in ``source``.
 
     Args:
         source: The model whose config the output has.
@@ -101,18 +130,21 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     """
     source_config = text_config(source.config)
     output_config = text_config(config)
-    _, source_layers = _names_by_layer(list(source.tensors), source_config)
     before, layers = _names_by_layer(names, output_config)
     keys = layer_keys(source_config)
-    by_lists = _kinds_by_lists(source_config, keys, source_layers)
-    kinds = [tensors for _, tensors in sorted(source_layers.items())]
-    for number, tensors in sorted(layers.items()):
-        if by_lists is not None:
-            # of a combination that the source does not have, the kind is not known
-            expected = by_lists.get(_entries(output_config, keys, number), tensors)
-        else:
-            expected = _kind_at(number, kinds)
-        if tensors != expected:
+    kinds = _kinds_of(source, source_config)
+    by_entries: dict[object, list[set[str]]] = {}
+    for number, kind in enumerate(kinds):
+        by_entries.setdefault(_entries(source_config, keys, number), []).append(kind)
+    by_position: set[str] = set()  # the tensors that the entries do not determine
+    for same in by_entries.values():
+        by_position |= set().union(*same) - set(same[0]).intersection(*same)
+    positions = [kind & by_position for kind in kinds]
+    for number, names_of_layer in sorted(layers.items()):
+        kind = _stored(names_of_layer)
+        # of entries that the source does not have, the kind is not known
+        known = by_entries.get(_entries(output_config, keys, number), [kind])
+        if kind not in known or kind & by_position != _at_position(number, positions):
             return (
                 f"slices: expected {before}{number} to be a layer of the kind that the output's "
                 f"config.json (from {source.label}) has at this position, got a layer with other "
@@ -121,22 +153,20 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     return None
 
 
-def _kinds_by_lists(
-    config: Json, keys: LayerKeys, layers: Mapping[int, set[str]]
-) -> dict[object, set[str]] | None:
-    """Return the kind of layer for each combination of entries in the lists of a config.
-
-    Return None if the lists do not determine the kind.
-    """
-    kinds: dict[object, set[str]] = {}
+def _kinds_of(source: Source, config: Json) -> list[set[str]]:
+    """Return the tensors of each layer that a model's config counts."""
+    _, layers = _names_by_layer(list(source.tensors), config)
     count = layer_count(config)
-    for number, tensors in layers.items():
-        if count is not None and number >= count:  # such as layers that predict further tokens
-            continue
-        kind = kinds.setdefault(_entries(config, keys, number), tensors)
-        if kind != tensors:
-            return None
+    kinds = []
+    for number, names in sorted(layers.items()):
+        if count is None or number < count:  # later layers predict further tokens
+            kinds.append(_stored(names))
     return kinds
+
+
+def _stored(names: set[str]) -> set[str]:
+    """Return a layer's tensors without buffers that transformers computes."""
+    return {name for name in names if not COMPUTED.search(name)}
 
 
 def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[object, ...]:
@@ -148,8 +178,8 @@ def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[object, ...]:
     return (*entries, *(number in config[key] for key in keys.indices))
 
 
-def _kind_at(number: int, kinds: Sequence[set[str]]) -> set[str] | None:
-    """Return the expected kind of the layer at a position, or None if no kind is known to fit.
+def _at_position(number: int, kinds: Sequence[set[str]]) -> set[str] | None:
+    """Return the expected tensors of the layer at a position, or None if none are known to fit.
 
     Beyond the last of ``kinds``, a periodic pattern is continued. Without one, the last kind is
     repeated if the last two layers are of the same kind.
@@ -166,7 +196,9 @@ def _kind_at(number: int, kinds: Sequence[set[str]]) -> set[str] | None:
 
 def _not_counts(config: Json) -> str | None:
     """Return a message if a config's number of layers or tokens is not a whole number, or None."""
-    for key in (*LAYER_KEYS, "vocab_size"):
+    # transformers reads the first of these keys
+    present = [key for key in LAYER_KEYS if key in config][:1]
+    for key in (*present, "vocab_size"):
         value = config.get(key)
         # in some models, the value is a mapping with one number for each tower
         if isinstance(value, (bool, float, str)):
@@ -257,9 +289,8 @@ def _missing_experts(config: Json, names: Sequence[str], before: str) -> str | N
     promised = _expert_count(config)
     for prefix, layer in experts.items():
         matrices = set().union(*layer.values())
-        count = 1 + max(layer)
-        if promised is not None:
-            count = max(count, promised)
+        # experts beyond the promised ones may be of another kind, without all matrices
+        count = 1 + max(layer) if promised is None else promised
         for number in range(count):
             missing = sorted(matrices - layer.get(number, set()))
             if missing:
@@ -299,8 +330,11 @@ def _missing_ends(config: Json, names: Sequence[str], before: str) -> str | None
     if config.get("model_type") not in LLAMA_LIKE or not before:
         return None
     model = before.removesuffix("layers.")
-    ends = (f"{model}embed_tokens.weight", f"{model}norm.weight")
-    missing = [end for end in ends if end not in names]
+    missing = []
+    for end in ("embed_tokens.weight", "norm.weight"):
+        # under any prefix, because the text model of a multimodal one may be stored in two parts
+        if not any(name.endswith(end) and not name.startswith(before) for name in names):
+            missing.append(f"{model}{end}")
     if not missing:
         return None
     return f"expected {' and '.join(missing)}, got none"
@@ -328,10 +362,8 @@ def _missing_layers(
 
 def _missing_biases(config: Json, names: Sequence[str], before: str) -> str | None:
     """Return a message if a `LLAMA_LIKE` model lacks a bias that its config promises, or None."""
-    if config.get("model_type") not in LLAMA_LIKE:
-        return None
-    for key, layer in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.up_proj")):
-        if config.get(key) is not True:
+    for key, (layer, families) in BIASES.items():
+        if config.get(key) is not True or config.get("model_type") not in families:
             continue
         for name in names:
             bias = f"{name.removesuffix('weight')}bias"
@@ -361,7 +393,7 @@ def _missing_head(source: Source, config: Json) -> str | None:
     """Return a message if a causal model's head is missing and not tied to the embedding."""
     named = source.config.get("architectures")
     causal = isinstance(named, list) and any("ForCausalLM" in str(name) for name in named)
-    has_head = any(HEAD.search(name) for name in source.tensors)
+    has_head = any(HEAD.search(name) or _OTHER_HEAD.search(name) for name in source.tensors)
     # the default of other families is not known here, so only an explicit false counts
     default = config.get("tie_word_embeddings", config.get("model_type") not in UNTIED)
     tied = source.config.get("tie_word_embeddings", default)

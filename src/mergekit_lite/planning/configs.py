@@ -17,6 +17,17 @@ from .plan import PlanError, TensorPlan
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """The names that the number of layers has in config.json."""
 
+_TYPES = ("layer_types", "layers_block_type")  # Nemotron-H has these instead of a number
+# settings that may be one value for all layers, or a list
+_MAYBE_LISTS = (
+    "activation_sparsity_pattern",
+    "hybrid_override_pattern",
+    "intermediate_size",
+    "moe_topk",
+    "num_experts",
+    "num_shared_expert",
+)
+
 
 def output_config(
     sources: Sequence[Source],
@@ -73,6 +84,10 @@ def layer_count(config: Mapping[str, object]) -> int | None:
         value = config.get(key)
         if isinstance(value, int):
             return value
+    for key in _TYPES:
+        value = config.get(key)
+        if isinstance(value, list):
+            return len(value)
     return None
 
 
@@ -109,7 +124,7 @@ def _count_layers(
         for place, begin, end in spans:
             own = configs[place].get(key)
             # a model without such a list is taken to have the donor's kinds of layers
-            lists.append((own if isinstance(own, list) else config[key], begin, end))
+            lists.append((own if isinstance(own, (list, str)) else config[key], begin, end))
         if key in keys.indices:
             config[key] = _moved(lists)
             continue
@@ -120,7 +135,12 @@ def _count_layers(
                     [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
                 )
             entries += source[begin:end]
-        config[key] = entries
+        # Nemotron-H has a string with one letter for each layer
+        config[key] = "".join(map(str, entries)) if isinstance(config[key], str) else entries
+    for key, value in config.items():
+        if isinstance(value, dict) and "layer" in key and all(map(str.isdigit, value)):
+            given = [(configs[place].get(key) or {}, begin, end) for place, begin, end in spans]
+            config[key] = _moved_settings(given)
 
 
 def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
@@ -133,6 +153,18 @@ def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
                 indices.append(first + layer - begin)
         first += end - begin
     return indices
+
+
+def _moved_settings(given: Sequence[tuple[Json, int, int]]) -> dict[str, object]:
+    """Return the settings of single layers, by index, of the layers that slices take."""
+    settings = {}
+    first = 0
+    for source, begin, end in given:
+        for layer in range(begin, end):
+            if str(layer) in source:
+                settings[str(first + layer - begin)] = source[str(layer)]
+        first += end - begin
+    return settings
 
 
 class LayerKeys(NamedTuple):
@@ -152,14 +184,15 @@ def layer_keys(config: Json) -> LayerKeys:
     count = layer_count(config)
     keys = LayerKeys([], [])
     for key, value in config.items():
-        if not isinstance(value, list) or count is None:
+        if count is None or not isinstance(value, (list, str)):
             continue
-        if not ("layer" in key or "idx" in key or key.endswith("types")):
+        named = "layer" in key or "idx" in key or key.endswith("types")
+        if key not in _MAYBE_LISTS and (isinstance(value, str) or not named):
             continue
         # increasing numbers below the number of layers are taken to be indices, because a list
         # with one entry per layer normally repeats values
-        increasing = all(is_whole(i) for i in value) and value == sorted(set(value))
-        if increasing and all(0 <= i < count for i in value):
+        whole = isinstance(value, list) and all(is_whole(i) for i in value)
+        if whole and value == sorted(set(value)) and all(0 <= i < count for i in value):
             keys.indices.append(key)
         elif len(value) == count:
             keys.entries.append(key)

@@ -14,7 +14,7 @@ from .models import Models
 from .plan import Input
 
 # Buffers that transformers computes; older checkpoints hold them and newer ones do not.
-_COMPUTED = re.compile(
+COMPUTED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
 )
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -174,7 +174,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
             own_names = (name,) * len(inputs)
             depth = _depth_in(lists, name)
             layout.slots.append(Slot(name, depth, tuple(inputs), own_names, of_base))
-        elif _COMPUTED.search(name):
+        elif COMPUTED.search(name):
             layout.notes.append(
                 f"{name} is left out, because not every model has it; transformers computes it"
             )

@@ -109,10 +109,18 @@ def _makes_missing_token(
     merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
 ) -> bool:
     """Return whether a BPE merge joins two of ``tokens`` into one that ``vocabulary`` lacks."""
-    # older tokenizer.json files write a merge as one string, "a b"
-    pair = merge if isinstance(merge, list) else merge.split(" ")
-    built = "".join(pair)
-    return built not in vocabulary and all(token in tokens for token in (*pair, built))
+    return "".join(_pair(merge)) not in vocabulary and _is_of(merge, tokens)
+
+
+def _pair(merge: list[str] | str) -> list[str]:
+    """Return the two tokens of a merge; older tokenizer.json files have one string, "a b"."""
+    return merge if isinstance(merge, list) else merge.split(" ")
+
+
+def _is_of(merge: list[str] | str, tokens: Mapping[str, int]) -> bool:
+    """Return whether a merge joins two of ``tokens`` into another one of them."""
+    pair = _pair(merge)
+    return all(token in tokens for token in (*pair, "".join(pair)))
 
 
 def _merges(path: Path, model: Mapping[str, Any]) -> list[list[str] | str]:
@@ -185,6 +193,8 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     }
     for token in tokens.keys() - known:  # a token that only the recipe names
         added.setdefault(token, {"id": tokens[token], "content": token, **plain})
+    if "merges" in model:  # those of tokens that are left out would be errors
+        model["merges"] = [merge for merge in _merges(path, model) if _is_of(merge, tokens)]
     # Added tokens are in the model's vocabulary, too: otherwise loading would give them new ids.
     model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
     data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])

@@ -30,7 +30,7 @@ from mergekit_lite.planning.complete import (
     misplaced_layer,
     missing_tensors,
 )
-from mergekit_lite.recipe import ModelEntry
+from mergekit_lite.recipe import ModelEntry, Slice
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
 
@@ -771,6 +771,71 @@ def test_only_the_first_layer_of_deepseek_may_be_dense(tmp_path):
     load_strictly(tmp_path / "out")
     with pytest.raises(PlanError, match=r"expected model.layers.2 to be a layer of the kind"):
         merge_models(sliced(tmp_path / "m", (0, 2), (0, 4)), progress=False)
+
+
+def test_lists_and_positions_decide_the_kind_of_a_layer_together(tmp_path):
+    """Lists say which layers have attention, and a number how many of the first ones are dense."""
+    config = transformers.Lfm2MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_dense_layers=2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+    )
+    transformers.Lfm2MoeForCausalLM(config).save_pretrained(tmp_path / "m")
+    for number, ranges in enumerate([[(0, 4), (2, 6)], [(0, 6), (3, 6)], [(0, 3), (5, 6)]]):
+        out = tmp_path / str(number)
+        merge_models(sliced(tmp_path / "m", *ranges), out=out, progress=False)
+        load_strictly(out)
+    with pytest.raises(PlanError, match=r"expected model.layers.2 to be a layer of the kind"):
+        merge_models(sliced(tmp_path / "m", (0, 2), (0, 6)), progress=False)
+
+
+def test_lists_of_layers_follow_slices_without_a_number_of_layers(tmp_path):
+    save(tiny("nemotron-h"), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert "num_hidden_layers" not in config
+    count = len(config["layers_block_type"])
+    merge_models(sliced(tmp_path / "m", (0, count), (1, count)), out=tmp_path / "o", progress=False)
+    load_strictly(tmp_path / "o")
+
+
+def test_settings_by_layer_follow_slices():
+    state = {f"model.layers.{i}.w": torch.full((1,), float(i)) for i in range(3)}
+    config = {"num_hidden_layers": 3, "per_layer_config": {"0": {"a": 1}, "2": {"a": 2}}}
+    config["hybrid_override_pattern"] = "M*-"
+    source = DictSource(state, "m", config)
+    slices = [Slice(sources=(ModelEntry(model=source, layer_range=r),)) for r in [(0, 2), (1, 3)]]
+    plan = make_plan(MergeRecipe(merge_method="passthrough", slices=tuple(slices)))
+    assert plan.config["per_layer_config"] == {"0": {"a": 1}, "3": {"a": 2}}
+    assert plan.config["hybrid_override_pattern"] == "M**-"
+
+
+def test_buffers_that_transformers_computes_are_no_other_kind_of_layer(tmp_path):
+    for name in "ab":
+        save(tiny("llama", num_hidden_layers=4), tmp_path / name)
+    state = load_file(tmp_path / "a" / "model.safetensors")
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(4)}
+    save_file(state | buffers, tmp_path / "a" / "model.safetensors")
+    pieces = [{"sources": [{"model": str(tmp_path / n), "layer_range": [0, 2]}]} for n in "ab"]
+    recipe = load_recipe(json.dumps({"merge_method": "passthrough", "slices": pieces}))
+    assert "model.layers.3.mlp.up_proj.weight" in merge_models(recipe, progress=False)
+
+
+def test_one_model_may_have_more_rows_in_the_embedding_than_in_the_head():
+    """As in Llama 3.2 with images."""
+    state = {f"model.layers.{i}.w": torch.ones(1) for i in range(2)}
+    state |= {"model.embed_tokens.weight": torch.ones(12, 2), "lm_head.weight": torch.ones(10, 2)}
+    source = DictSource(state, "m", {"num_hidden_layers": 2, "vocab_size": 10})
+    piece = Slice(sources=(ModelEntry(model=source, layer_range=(0, 2)),))
+    plan = make_plan(MergeRecipe(merge_method="passthrough", slices=(piece,)))
+    assert len(plan.tensors) == 4
 
 
 @pytest.mark.parametrize(("wanted", "share"), [("lm_head", 1.0), ("embed_tokens", 0.0)])

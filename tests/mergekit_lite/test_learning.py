@@ -339,6 +339,34 @@ def test_the_average_may_be_compared_and_stands_in_the_table_once():
     assert list(report.losses)[2:4] == ["average", "regmean"]
 
 
+def test_a_base_may_be_a_component(folder):
+    """A model and its fine-tune: task_arithmetic merges the one change."""
+    report = learned(base="model0")
+    assert {"regmean", "linear", "task_arithmetic"} <= report.losses.keys()
+    assert any("11 examples to train on, 1 held out" in note for note in report.notes)
+
+
+def test_a_component_called_like_the_student_keeps_its_row(folder):
+    (folder / "masks from average").symlink_to(folder / "model1")
+    models = ["model0", "masks from average"]
+    report = learn_merge(models, DATA, out="out", start="average", compare=(), **SHORT)
+    assert list(report.losses) == ["model0", "component 1", "average", "masks from average"]
+
+
+def test_a_delivered_start_is_the_merge_that_was_measured(folder, monkeypatch):
+    """It is not computed again, and its card names the components."""
+    merged = []
+    merge = module.merge_models
+    monkeypatch.setattr(
+        module, "merge_models", lambda *a, **k: merged.append(a[1]) or merge(*a, **k)
+    )
+    report = learned(start="regmean", train="all", learning_rate=1.0, compare=())
+    assert report.delivered == "regmean"
+    assert merged == ["regmean"]
+    load("out")
+    assert "regmean of model0 and model1" in (folder / "out" / "README.md").read_text()
+
+
 def test_components_with_another_chat_template_are_named(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model1")
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -398,6 +426,9 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
             "task 0 has no examples to train on: all 1 are held out",
         ),
         ({"rank": 0}, "rank is 0"),
+        ({"components": ["model0", "./model0"]}, "expected each component once, got model0 twice"),
+        ({"components": [1, 2]}, "expected components as folders or hub ids, got int"),
+        ({"base": "longer"}, "(?s)compare has task_arithmetic: .*shapes differ"),
         ({"start": "./nowhere"}, "start: there is no such method or folder: .*nowhere"),
         ({"start": "longer", "train": "lora"}, r"embed_tokens.* shapes \[96, 16\] .*\[97, 16\]"),
         ({"start": "reversed", "train": "lora"}, "their tokenizers differ"),
@@ -406,7 +437,7 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
 def test_bad_input_is_refused_before_anything_is_written(settings, message, folder):
     given = {"components": MODELS, "data": DATA, **SHORT, **settings}
     tokens = [f"t{i}" for i in range(97)]
-    if settings.get("start") == "longer":
+    if "longer" in (settings.get("start"), settings.get("base")):
         save(tiny("llama", 2, vocab_size=97), folder / "longer")
         save_tokenizer(folder / "longer", tokens)
     elif settings.get("start") == "reversed":

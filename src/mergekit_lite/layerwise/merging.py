@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from model_components._folders import NewFolder
 from model_components._loading import read_config
+from model_components._model_folders import shown_name
 
 from ..computing import readable_tokens, settings_of
 from ..dtypes import Array
@@ -89,7 +90,10 @@ def merged_source(
         run.merge_block(number)
         run.save(number + 1)
     run.merge_outside()
-    return _Joined(sources[0], [open_source(path) for path in run.parts()])
+    # names without paths, because the label is in the model card
+    names = " and ".join(Path(shown_name(source.label)).name for source in sources)
+    parts = [open_source(path) for path in run.parts()]
+    return _Joined(f"{merge.method} of {names}", sources[0], parts)
 
 
 def check_alike(sources: Sequence[Source]) -> None:
@@ -149,8 +153,8 @@ class _Joined(Source):
     The config, the tokenizer and tensors that no part has come from the first model.
     """
 
-    def __init__(self, first: Source, parts: Iterable[Source]):
-        self.label = "merged"
+    def __init__(self, label: str, first: Source, parts: Iterable[Source]):
+        self.label = label
         self.config = first.config
         self.folder = first.folder
         self._first = first

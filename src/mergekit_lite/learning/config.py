@@ -33,8 +33,8 @@ class LearnConfig(CheckedConfig):
             weights.
         max_steps: Number of training steps.
         batch_size: Number of examples per device and step.
-        max_length: Maximum number of tokens of an example; longer examples are truncated. It is at
-            most the number of positions that the models support.
+        max_length: Maximum number of tokens of an example; longer examples are truncated. If the
+            models have learned positions, such as GPT-2, it is at most the number of these.
         coefficients: The share of each component as a teacher. ``"task"``: only the component whose
             data the example comes from is the teacher; ``"evidence"``: the share is proportional to
             the probability that the component assigns to the example; ``"confidence"``: the share

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from ..functional import build_recipe
 from ..methods import CALIBRATED, METHODS, get_method
+from ..planning import make_plan
 from .config import OPERATION, LearnConfig
 
 COMPARED = ("linear", "regmean")
 """The merges in the final table, if the caller names none."""
 
 
-def merges_of(config: LearnConfig, count: int, base: str | None) -> list[str]:
+def merges_of(config: LearnConfig, models: Sequence[str], base: str | None) -> list[str]:
     """Return the methods of the final table; raise an error if one cannot merge the models."""
     compared = config.compare
     if compared is None:
@@ -21,7 +25,7 @@ def merges_of(config: LearnConfig, count: int, base: str | None) -> list[str]:
         methods["start"] = [config.start]
     for field, names in methods.items():
         for name in names:
-            _check_method(field, name, count, base)
+            _check_method(field, name, models, base)
     # average is linear with equal weights, so the table has only one of them
     names_of_start = [config.start]
     if config.start in ("average", "linear"):
@@ -34,7 +38,17 @@ def is_folder(name: str) -> bool:
     return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
 
 
-def _check_method(field: str, name: str, count: int, base: str | None) -> None:
+def options_of(name: str, base: str | None) -> dict[str, Any]:
+    """Return the arguments of `merge_models` for a method that needs no data."""
+    options: dict[str, Any] = {}
+    if "weight" in get_method(name).parameters:
+        options["weight"] = 1.0
+    if base is not None and get_method(name).base != "unused":
+        options["base_model"] = base
+    return options
+
+
+def _check_method(field: str, name: str, models: Sequence[str], base: str | None) -> None:
     """Raise an error if a method requires settings that `learn_merge` does not give it."""
     if name in (*CALIBRATED, "average"):
         return
@@ -53,7 +67,8 @@ def _check_method(field: str, name: str, count: int, base: str | None) -> None:
             f"but it requires {required[0]}; to train from such a merge, write it with "
             "merge_models and pass its folder as start"
         )
+    options = options_of(name, base)
     try:
-        method.check_inputs(count, base is not None and method.base != "unused")
+        make_plan(build_recipe(models, name, options.pop("base_model", None), options))
     except ValueError as error:
         raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error

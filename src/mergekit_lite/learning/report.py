@@ -22,6 +22,7 @@ class LearnReport(Report):
         tokens: The number of held-out supervised tokens of each task.
         losses: The losses of each model by its name, one for each task.
         components: The names of the components among the models.
+        notes: The numbers of examples of each task, and of those that were changed or dropped.
         seconds: The training time in seconds, without merging, teachers and evaluation. If an
             interrupted run was continued, only the time since then is counted.
     """
@@ -34,6 +35,7 @@ class LearnReport(Report):
     tokens: tuple[int, ...]
     losses: Mapping[str, tuple[float, ...]]
     components: tuple[str, ...]
+    notes: tuple[str, ...]
     seconds: float
 
     def mean(self, name: str) -> float:
@@ -47,6 +49,7 @@ class LearnReport(Report):
         return [
             f"{self.delivered} is in {self.out}: it has the lowest mean loss of all merges",
             f"training took {self.seconds:.0f} s",
+            *self.notes,
             f"losses in nats per supervised token of held-out examples ({', '.join(counts)})",
         ]
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,9 +38,10 @@ from ..masks.loading import refuse_unlike
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
-from ..methods import CALIBRATED, get_method
+from ..methods import CALIBRATED
+from ..recipe import model_key
 from .config import OPERATION, RATES, LearnConfig
-from .merges import COMPARED, is_folder, merges_of
+from .merges import COMPARED, is_folder, merges_of, options_of
 from .report import LearnReport
 from .student import Student, StudentTrainer
 from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
@@ -94,7 +96,7 @@ def learn_merge(
     _check_data(components, data)
     names = [os.fspath(model) for model in components]
     base = None if base is None else os.fspath(base)
-    merges = merges_of(config, len(names), base)
+    merges = merges_of(config, names, base)
     first: Any = open_source(names[0]).folder
     tokenizer = _first_tokenizer(names)
     facts = {"components": names, "base": base, **config.to_dict()}
@@ -160,7 +162,8 @@ def _first_tokenizer(names: Sequence[str]) -> Any:
     """Return the first model's tokenizer, and warn of models with another chat template."""
     tokenizers: list[Any] = []
     for name in names:
-        tokenizers.append(AutoTokenizer.from_pretrained(open_source(name).folder))
+        with reading(f"the tokenizer of {name}", OPERATION):
+            tokenizers.append(AutoTokenizer.from_pretrained(open_source(name).folder))
         if tokenizers[-1].chat_template != tokenizers[0].chat_template:
             warnings.warn(
                 f"{OPERATION}: {name} has another chat template than {names[0]}; the rows of all "
@@ -199,6 +202,16 @@ def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
             f"{OPERATION}: expected two or more components and one data set for each, got "
             f"{len(components)} components and {len(data)} data sets"
         )
+    for model in components:
+        if not isinstance(model, (str, os.PathLike)):
+            raise ValueError(
+                f"{OPERATION}: expected components as folders or hub ids, got "
+                f"{type(model).__name__}; a Merger takes models in memory"
+            )
+    keys = [model_key(model) for model in components]
+    for model in components:
+        if keys.count(model_key(model)) > 1:
+            raise ValueError(f"{OPERATION}: expected each component once, got {model} twice")
 
 
 @dataclass
@@ -252,11 +265,15 @@ class _Run:
             start=config.start,
             tasks=tuple(task.name for task in self.tasks),
             tokens=tuple(map(supervised_tokens, self._tests())),
+            notes=tuple(note for task in self.tasks for note in task.notes),
             losses=losses,
             components=components,
             seconds=self.seconds,
         )
-        if report.delivered != name:
+        if report.delivered == config.start and not is_folder(config.start):
+            with NewFolder(self.out, OPERATION) as new:
+                shutil.copytree(self._merged(config.start), new.folder, dirs_exist_ok=True)
+        elif report.delivered != name:
             # merge again, because merges were removed after their losses were measured
             self._merge(report.delivered, self.out)
         elif config.train == "masks":
@@ -313,10 +330,7 @@ class _Run:
             options["max_length"] = self.config.max_length
             options["device"] = self.device
         else:
-            if "weight" in get_method(method).parameters:
-                options["weight"] = [1.0] * len(models)
-            if self.base is not None and get_method(method).base != "unused":
-                options["base_model"] = self.base
+            options |= options_of(method, self.base)
         merge_models(models, method, **options)
 
     def _load(self, folder: Path, dtype: Any = None) -> Any:
@@ -473,6 +487,7 @@ def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
     names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or COMPARED), "task_arithmetic"}
+    taken.add(f"{config.train} from {shown_name(config.start)}")
     unique = []
     for number, name in enumerate(names):
         is_number = re.fullmatch(r"component \d+", name) is not None

@@ -31,6 +31,7 @@ class Task:
         train: The examples to train on.
         test: The held-out examples.
         hash: A hash of all rows of the data.
+        notes: The numbers of examples, and of those that were truncated or dropped.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Task:
     train: list[Example]
     test: list[Example]
     hash: str
+    notes: tuple[str, ...]
 
 
 def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
@@ -59,7 +61,13 @@ def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list
                 "or have the same prompt as one that is; expected two or more different prompts, "
                 "or a smaller held_out"
             )
-        tasks.append(Task(name, texts.decoded(0), train, test, texts.digest))
+        notes = [f"{name}: {len(train)} examples to train on, {len(test)} held out"]
+        dropped = len(texts) - len(train) - len(test)
+        if dropped:
+            notes.append(f"{name}: {dropped} examples dropped, whose prompt is also held out")
+        if texts.cut:
+            notes.append(f"{name}: {texts.cut} examples truncated to {config.max_length} tokens")
+        tasks.append(Task(name, texts.decoded(0), train, test, texts.digest, tuple(notes)))
     return tasks
 
 

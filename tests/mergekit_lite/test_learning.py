@@ -346,6 +346,16 @@ def test_a_base_may_be_a_component(folder):
     assert any("11 examples to train on, 1 held out" in note for note in report.notes)
 
 
+def test_a_finished_run_says_where_its_report_is(folder):
+    learned(compare=())
+    with pytest.raises(
+        ValueError, match=r"out is not empty: it has a finished merge, .* out.training/report\.json"
+    ):
+        learned(compare=())
+    shutil.rmtree("out")
+    assert learned(compare=()).out.name == "out"
+
+
 def test_a_component_called_like_the_student_keeps_its_row(folder):
     (folder / "masks from average").symlink_to(folder / "model1")
     models = ["model0", "masks from average"]
@@ -426,6 +436,7 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
             "task 0 has no examples to train on: all 1 are held out",
         ),
         ({"rank": 0}, "rank is 0"),
+        ({"data": [DATA[0], [{"messages": []}]]}, "task 1: TextExamples: rows"),
         ({"components": ["model0", "./model0"]}, "expected each component once, got model0 twice"),
         ({"components": [1, 2]}, "expected components as folders or hub ids, got int"),
         ({"base": "longer"}, "(?s)compare has task_arithmetic: .*shapes differ"),

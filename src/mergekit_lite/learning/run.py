@@ -47,6 +47,7 @@ from .student import Student, StudentTrainer
 from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
 
 _CALIBRATION = 256  # number of examples per task with which merges are calibrated
+_REPORT = "report.json"
 _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
 
@@ -92,8 +93,8 @@ def learn_merge(
         settings["start"] = os.fspath(settings["start"])
     config = LearnConfig.from_dict(settings)
     _check_devices()
-    path = check_new(out, OPERATION)
     _check_data(components, data)
+    path = _check_out(out)
     names = [os.fspath(model) for model in components]
     base = None if base is None else os.fspath(base)
     merges = merges_of(config, names, base)
@@ -114,7 +115,7 @@ def learn_merge(
             f"{type(teachers.model).__name__}, which does more than apply the head to its hidden "
             "states (for example, it scales or caps the logits)"
         )
-    training = path.with_name(f"{path.name}.training")
+    training = _training_of(path)
     contents = {task.name: task.hash for task in tasks}
     contents["the models"] = _hash_of_models(names, base, config.start)
     run = _Run(
@@ -135,15 +136,13 @@ def learn_merge(
         device=teachers.device,
     )
     del teachers  # the run must hold the only reference, so that it can free the teachers
-    results = (MASKS, "report.json")
+    results = (MASKS, _REPORT)
     with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
         check_new(path, OPERATION)  # another run may have written it while this one waited
         if progress:
             for task in tasks:
                 print(f"{task.name}, with the supervised text in brackets:\n{task.first}\n")
-        report = run.learn()
-        write_json(training / "report.json", report.to_dict(), OPERATION)
-        return report
+        return run.learn()
 
 
 def _check_devices() -> None:
@@ -189,6 +188,24 @@ def _check_start(start: str, first: Path) -> None:
     configs = [read_config(folder, OPERATION) for folder in folders]
     labels = ["the first component", start]
     refuse_unlike(configs, folders, labels, AutoModelForCausalLM, {}, strict=True)
+
+
+def _training_of(out: Path) -> Path:
+    """Return the folder of a run's checkpoints and report."""
+    return out.with_name(f"{out.name}.training")
+
+
+def _check_out(out: str | Path) -> Path:
+    """Return the path of the output; raise an error if it is not new, or the run is finished."""
+    if not isinstance(out, (str, os.PathLike)):
+        raise ValueError(f"{OPERATION}: expected out as a path, got {type(out).__name__}")
+    report = _training_of(Path(out)) / _REPORT
+    if report.is_file() and (Path(out) / "config.json").is_file():
+        raise ValueError(
+            f"{OPERATION}: {out} is not empty: it has a finished merge, whose report is {report}; "
+            "choose another out"
+        )
+    return check_new(out, OPERATION)
 
 
 def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
@@ -270,6 +287,8 @@ class _Run:
             components=components,
             seconds=self.seconds,
         )
+        # before the merge is written: a run that is stopped in between continues
+        write_json(self.training / _REPORT, report.to_dict(), OPERATION)
         if report.delivered == config.start and not is_folder(config.start):
             with NewFolder(self.out, OPERATION) as new:
                 shutil.copytree(self._merged(config.start), new.folder, dirs_exist_ok=True)

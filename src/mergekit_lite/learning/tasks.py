@@ -44,7 +44,15 @@ class Task:
 
 def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list[Task]:
     """Read the examples of each component, and hold out some of them."""
-    examples = [TextExamples(source, tokenizer, max_length=config.max_length) for source in data]
+    examples = []
+    for number, source in enumerate(data):
+        try:
+            texts = TextExamples(source, tokenizer, max_length=config.max_length)
+        except ValueError as error:
+            if isinstance(source, (str, Path)):  # the error names the file
+                raise
+            raise ValueError(f"{OPERATION}: task {number}: {error}") from error
+        examples.append(texts)
     splits = split_examples(examples, config.held_out, _MOST_HELD_OUT)
     tasks: list[Task] = []
     for number, source in enumerate(data):

@@ -817,6 +817,14 @@ def test_settings_by_layer_follow_slices():
     assert plan.config["hybrid_override_pattern"] == "M**-"
 
 
+def test_one_layer_may_be_stacked_and_entries_may_be_lists():
+    state = {"model.layers.0.w": torch.ones(1)}
+    source = DictSource(state, "m", {"num_hidden_layers": 1, "layer_types": [["a", "b"]]})
+    piece = Slice(sources=(ModelEntry(model=source, layer_range=(0, 1)),))
+    plan = make_plan(MergeRecipe(merge_method="passthrough", slices=(piece,) * 3))
+    assert plan.config["layer_types"] == [["a", "b"]] * 3
+
+
 def test_buffers_that_transformers_computes_are_no_other_kind_of_layer(tmp_path):
     for name in "ab":
         save(tiny("llama", num_hidden_layers=4), tmp_path / name)

@@ -144,7 +144,8 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
         kind = _stored(names_of_layer)
         # of entries that the source does not have, the kind is not known
         known = by_entries.get(_entries(output_config, keys, number), [kind])
-        if kind not in known or kind & by_position != _at_position(number, positions):
+        fits = not by_position or kind & by_position == _at_position(number, positions)
+        if kind not in known or not fits:
             return (
                 f"slices: expected {before}{number} to be a layer of the kind that the output's "
                 f"config.json (from {source.label}) has at this position, got a layer with other "
@@ -169,12 +170,13 @@ def _stored(names: set[str]) -> set[str]:
     return {name for name in names if not COMPUTED.search(name)}
 
 
-def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[object, ...]:
+def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[str | bool, ...]:
     """Return a layer's entry in each list of a config.
 
     For a list of indices, the entry is whether the list contains the layer.
     """
-    entries = [config[key][number] for key in keys.entries]
+    # as texts, because an entry may be a list
+    entries = [repr(config[key][number]) for key in keys.entries]
     return (*entries, *(number in config[key] for key in keys.indices))
 
 

@@ -232,8 +232,9 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
     - Another layer has all of its tensors and more.
     - At most two layers lack the same tensor, because one lost file affects at most two layers.
 
-    In a family that is not `LLAMA_LIKE`, there are three more conditions:
+    In a family that is not `LLAMA_LIKE`, there are four more conditions:
 
+    - A weight is missing, not only a bias or a buffer.
     - There are more than four layers, enough to tell a rule from an exception.
     - The layer is not the first, which has no norm or no router in some models.
     - If only keys and values are missing, a later layer has them: in some models the last layers
@@ -247,8 +248,8 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
         holders.update(names)
     nearly_everywhere = set()
     for name, count in holders.items():
-        # tensors that many layers lack are missing by design
-        if 0 < len(layers) - count <= _TORN:
+        # tensors that many layers lack are missing by design, and so may be some biases
+        if 0 < len(layers) - count <= _TORN and (alike or name.endswith("weight")):
             nearly_everywhere.add(name)
     missing = []
     for number, names in sorted(layers.items()):

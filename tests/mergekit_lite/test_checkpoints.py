@@ -651,6 +651,24 @@ def test_a_layer_that_lacks_tensors_is_refused(tmp_path):
     merge_models([path], "passthrough", progress=False)
 
 
+def test_a_lost_bias_alone_may_be_a_design(tmp_path):
+    save(tiny("gpt2", n_layer=6), tmp_path / "m")
+    names = ["h.5.mlp.c_fc.bias", "h.5.mlp.c_fc.weight"]
+    stored = [
+        name
+        for name in load_file(tmp_path / "m" / "model.safetensors")
+        if name.endswith(tuple(names))
+    ]
+    merge_models(
+        [without(tmp_path / "m", tmp_path / "bias", stored[0])], "passthrough", progress=False
+    )
+    broken = without(tmp_path / "m", tmp_path / "both", *stored)
+    with pytest.raises(
+        PlanError, match=rf"expected {stored[0]}, {stored[1]} as in the other layers"
+    ):
+        merge_models([broken], "passthrough", progress=False)
+
+
 @pytest.mark.parametrize("layers", [2, 4, 6])
 @pytest.mark.parametrize("lost", ["0.input_layernorm", "0.mlp.up_proj", "1.self_attn.k_proj"])
 def test_layers_of_a_known_family_are_alike(layers, lost, tmp_path):

@@ -248,13 +248,14 @@ def _missing_in_layers(config: Json, before: str, layers: Mapping[int, set[str]]
         holders.update(names)
     nearly_everywhere = set()
     for name, count in holders.items():
-        # tensors that many layers lack are missing by design, and so may be some biases
-        if 0 < len(layers) - count <= _TORN and (alike or name.endswith("weight")):
+        # tensors that many layers lack are missing by design
+        if 0 < len(layers) - count <= _TORN:
             nearly_everywhere.add(name)
     missing = []
     for number, names in sorted(layers.items()):
         lost = sorted(nearly_everywhere - names)
-        if number == 0 and not alike:
+        has_lost_weight = any(name.endswith("weight") for name in lost)
+        if not alike and (number == 0 or not has_lost_weight):
             continue
         if _is_torn(number, layers, nearly_everywhere, alike):
             missing += [f"{before}{number}.{name}" for name in lost]

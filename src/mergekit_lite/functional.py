@@ -194,8 +194,8 @@ def merge_models(
             out, with a note in the report.
         tokenizer_source: The source of the output's tokenizer: ``"union"``, ``"base"``, or the
             folder or hub id of a tokenizer. Rows of embeddings and heads are then matched by token;
-            by default they are matched by index. Data-driven methods do not support this argument.
-        calibration: One data set for each model, for the data-driven methods ``"regmean"`` and
+            by default they are matched by index. Calibrated methods do not support this argument.
+        calibration: One data set for each model, for the calibrated methods ``"regmean"`` and
             ``"regmean++"``: a text or JSON file, rows of text as
             `mergekit_lite.masks.TextExamples` takes them, or examples with ``input_ids``.
             `mergekit_lite.layerwise.CalibratedMerge` lists the parameters of these methods.

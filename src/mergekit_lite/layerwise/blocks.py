@@ -63,8 +63,8 @@ class Skeleton:
     ):
         if source.folder is None:
             raise CheckpointError(
-                f"{source.label}: expected a folder with config.json for a data-driven merge, got "
-                "a file or a state dict"
+                f"{source.label}: expected a folder with config.json for a merge with calibration, "
+                "got a file or a state dict"
             )
         config = read_config(source.folder, "merge")
         with (
@@ -253,7 +253,7 @@ class Skeleton:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise CheckpointError(
-            f"{type(self.model).__name__} {reason}; data-driven merges need a model that runs each "
+            f"{type(self.model).__name__} {reason}; merges with calibration need a model that runs each "
             "block once, and passes only hidden states between blocks"
         )
 

@@ -81,7 +81,7 @@ def merge_by_inputs(
 
 
 class ClosedForm(NamedTuple):
-    """A data-driven merge method: its formula, and which inputs of layers it uses.
+    """A calibrated merge method: its formula, and which inputs of layers it uses.
 
     Attributes:
         merge: The function that computes the merged weight from the models' weights and statistics.
@@ -96,4 +96,4 @@ CLOSED_FORMS = {
     "regmean": ClosedForm(merge_by_inputs),
     "regmean++": ClosedForm(merge_by_inputs, merged_inputs=True),
 }
-"""The data-driven methods by name, which `mergekit_lite.methods.CALIBRATED` lists, too."""
+"""The calibrated methods by name, which `mergekit_lite.methods.CALIBRATED` lists, too."""

@@ -1,4 +1,4 @@
-"""Settings of a data-driven merge."""
+"""Settings of a calibrated merge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..methods import CALIBRATED
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMerge:
-    """Settings of a data-driven merge.
+    """Settings of a calibrated merge.
 
     Args:
         method: ``"regmean"``, or ``"regmean++"``, in which the inputs of layers come from the

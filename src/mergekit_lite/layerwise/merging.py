@@ -113,7 +113,7 @@ def check_alike(sources: Sequence[Source]) -> None:
             name, theirs, ours = unlike[0]
             raise CheckpointError(
                 f"{other.label}: expected {name} to be {ours}, as in {first.label}, got {theirs} "
-                f"({len(unlike)} tensors differ); data-driven merges need models of one "
+                f"({len(unlike)} tensors differ); merges with calibration need models of one "
                 "architecture and vocabulary"
             )
     check_computing(sources)
@@ -143,7 +143,7 @@ def check_computing(sources: Sequence[Source]) -> None:
             if ours.get(name) != settings.get(name):
                 raise CheckpointError(
                     f"{source.label}: expected {name} {ours.get(name)!r} as in {first.label}, got "
-                    f"{settings.get(name)!r}; data-driven merges need models with the same settings"
+                    f"{settings.get(name)!r}; merges with calibration need models with the same settings"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The key that identifies the files of an unfinished data-driven merge."""
+"""The key that identifies the files of an unfinished calibrated merge."""
 
 from __future__ import annotations
 

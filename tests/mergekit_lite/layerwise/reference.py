@@ -1,4 +1,4 @@
-"""The definitions of data-driven merges, weight by weight: dense, slow, obvious.
+"""The definitions of merges with calibration, weight by weight: dense, slow, obvious.
 
 The streamed ones are judged by these.
 

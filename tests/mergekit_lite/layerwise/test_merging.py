@@ -509,7 +509,7 @@ def test_models_that_differ_are_refused(tmp_path):
         save(tiny("llama", 0), tmp_path / "0"),
         save(tiny("llama", 1, intermediate_size=20), tmp_path / "1"),
     ]
-    with pytest.raises(ValueError, match="data-driven merges need models of one architecture"):
+    with pytest.raises(ValueError, match="merges with calibration need models of one architecture"):
         merge_models(paths, "regmean", calibration=DATA, out=tmp_path / "out", progress=False)
     rope = {"rope_type": "default", "rope_theta": 123.0}
     for number, changes in enumerate(

@@ -313,12 +313,13 @@ def split_examples(
     """
     rows_by_task = [_split_rows(texts, share, most) for texts in tasks]
     held_out_keys = set()
+    special = {token for texts in tasks for token in texts.tokenizer.all_special_ids}
     for _, held_out in rows_by_task:
         # the first example of a conversation has the shortest prompt, with which the others begin
-        held_out_keys |= {_key(row[0]) for row in held_out}
+        held_out_keys |= {_key(row[0], special) for row in held_out}
     splits = []
     for rows, held_out in rows_by_task:
-        train = [row for row in rows if _key(row[0]) not in held_out_keys]
+        train = [row for row in rows if _key(row[0], special) not in held_out_keys]
         splits.append((list(chain(*train)), list(chain(*held_out))))
     return splits
 
@@ -337,6 +338,11 @@ def _split_rows(
     return shuffled[count:], shuffled[:count]
 
 
-def _key(example: Example) -> tuple[int, ...]:
-    """Return the first prompt of an example, or all its tokens if it has no prompt."""
-    return tuple(first_answer(example).prompt or example["input_ids"])
+def _key(example: Example, special: set[int]) -> tuple[int, ...]:
+    """Return the first prompt of an example, or all its tokens if the prompt is only special ones.
+
+    A tokenizer may add a first token to a row without a prompt.
+    """
+    prompt = first_answer(example).prompt
+    has_text = any(token not in special for token in prompt)
+    return tuple(prompt if has_text else example["input_ids"])

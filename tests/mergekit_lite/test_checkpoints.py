@@ -1079,3 +1079,12 @@ def test_no_family_of_transformers_is_refused_as_incomplete(kind):
         assert misplaced_layer(source, source.config, list(source.tensors)) is None
         built += 1
     assert built > 30
+
+
+def test_single_buffers_in_float32_do_not_change_the_dtype_of_a_config(tmp_path):
+    """As the bias of a router in files of DeepSeek-V3, which are in bfloat16."""
+    state = {"w": torch.ones(40, 2, dtype=torch.bfloat16), "gate.bias": torch.ones(4)}
+    source = DictSource(state, "m", {"dtype": "bfloat16"})
+    plan = make_plan(MergeRecipe(merge_method="passthrough", models=(ModelEntry(model=source),)))
+    assert plan.config["dtype"] == "bfloat16"
+    assert {t.name: str(t.dtype) for t in plan.tensors} == {"w": "bfloat16", "gate.bias": "float32"}

@@ -348,12 +348,31 @@ def test_a_base_may_be_a_component(folder):
 
 def test_a_finished_run_says_where_its_report_is(folder):
     learned(compare=())
-    with pytest.raises(
-        ValueError, match=r"out is not empty: it has a finished merge, .* out.training/report\.json"
-    ):
+    with pytest.raises(ValueError, match=r"out is not empty: .*out\.training/report\.json"):
         learned(compare=())
     shutil.rmtree("out")
     assert learned(compare=()).out.name == "out"
+
+
+def test_fresh_uses_nothing_of_an_earlier_run(folder):
+    learned(compare=())
+    for file in (folder / "out.training").glob("losses-*.json"):
+        file.write_text(json.dumps({name: [0.0, 0.0] for name in ("regmean", *MODELS)}))
+    shutil.rmtree("out")
+    report = learned(compare=(), fresh=True)
+    assert min(report.losses["regmean"]) > 1
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "nemotron-h"])
+def test_mixtures_of_experts_are_learned_from_with_the_default_settings(kind, folder):
+    """Their files name and stack the tensors of experts otherwise than transformers does."""
+    for k, name in enumerate(MODELS):
+        shutil.rmtree(folder / name)
+        save(tiny(kind, k, vocab_size=96), folder / name)
+        save_tokenizer(folder / name, [f"t{i}" for i in range(96)])
+    report = learned()
+    assert {"linear", "regmean"} <= report.losses.keys()
+    load("out")
 
 
 def test_a_component_called_like_the_student_keeps_its_row(folder):
@@ -436,6 +455,8 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
             "task 0 has no examples to train on: all 1 are held out",
         ),
         ({"rank": 0}, "rank is 0"),
+        ({"seed": 2**40}, "seed is"),
+        ({"base": 5}, "expected base as a path, got int"),
         ({"data": [DATA[0], [{"messages": []}]]}, "task 1: TextExamples: rows"),
         ({"components": ["model0", "./model0"]}, "expected each component once, got model0 twice"),
         ({"components": [1, 2]}, "expected components as folders or hub ids, got int"),

@@ -253,8 +253,8 @@ class Skeleton:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise CheckpointError(
-            f"{type(self.model).__name__} {reason}; merges with calibration need a model that runs each "
-            "block once, and passes only hidden states between blocks"
+            f"{type(self.model).__name__} {reason}; merges with calibration need a model that runs "
+            "each block once, and passes only hidden states between blocks"
         )
 
 

@@ -18,6 +18,7 @@ from model_components._model_folders import shown_name
 from ..computing import readable_tokens, settings_of
 from ..dtypes import Array
 from ..files import CheckpointError, Source, open_source
+from ..files.experts import stacked
 from .blocks import Skeleton
 from .config import CalibratedMerge
 from .data import calibration_batches
@@ -62,7 +63,8 @@ def merged_source(
             f"{len(models)} models, calibration for {len(calibration)}"
         )
     shares = merge.shares(len(models))
-    sources = [open_source(model) for model in models]
+    # as transformers names and stacks the tensors of experts
+    sources = [stacked(open_source(model)) for model in models]
     check_alike(sources)
     # float32 whatever the files hold, so that merged weights are rounded only when they are written
     skeleton = Skeleton(sources[0], merge.auto_class, torch.float32, device)
@@ -143,7 +145,8 @@ def check_computing(sources: Sequence[Source]) -> None:
             if ours.get(name) != settings.get(name):
                 raise CheckpointError(
                     f"{source.label}: expected {name} {ours.get(name)!r} as in {first.label}, got "
-                    f"{settings.get(name)!r}; merges with calibration need models with the same settings"
+                    f"{settings.get(name)!r}; merges with calibration need models with the same "
+                    "settings"
                 )
 
 
@@ -157,6 +160,8 @@ class _Joined(Source):
         self.label = label
         self.config = first.config
         self.folder = first.folder
+        # for the names in the files of the first model
+        self.parts = getattr(first, "parts", {})
         self._first = first
         self.tensors = dict(first.tensors)
         self._of: dict[str, Source] = {}

@@ -64,7 +64,7 @@ class LearnConfig(CheckedConfig):
     compare: tuple[str, ...] | None = None
     held_out: Annotated[float, Range(above=0, below=1)] = 0.1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    seed: Annotated[int, Range(least=0)] = 0
+    seed: Annotated[int, Range(least=0, below=1 << 32)] = 0  # as numpy requires
 
     def problems(self) -> Iterator[str]:
         """Yield a message if ``start`` is empty."""

@@ -20,6 +20,7 @@ import xxhash
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
+from model_components import __version__
 from model_components._checkpoints import newest_whole
 from model_components._examples import Example
 from model_components._folders import NewFolder, check_new, remove, write_json
@@ -96,7 +97,10 @@ def learn_merge(
     _check_data(components, data)
     path = _check_out(out)
     names = [os.fspath(model) for model in components]
-    base = None if base is None else os.fspath(base)
+    if base is not None:
+        if not isinstance(base, (str, os.PathLike)):
+            raise ValueError(f"{OPERATION}: expected base as a path, got {type(base).__name__}")
+        base = os.fspath(base)
     merges = merges_of(config, names, base)
     first: Any = open_source(names[0]).folder
     tokenizer = _first_tokenizer(names)
@@ -126,7 +130,7 @@ def learn_merge(
         merges=merges,
         out=path,
         training=training,
-        key=xxhash.xxh3_64(json.dumps([facts, contents]).encode()).hexdigest(),
+        key=xxhash.xxh3_64(json.dumps([facts, contents, __version__]).encode()).hexdigest(),
         # any token can serve as padding, because the mask hides it and its label is ignored
         collator=MaskCollator(
             pad_token_id=tokenizer.pad_token_id or 0, max_length=config.max_length
@@ -139,6 +143,8 @@ def learn_merge(
     results = (MASKS, _REPORT)
     with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
         check_new(path, OPERATION)  # another run may have written it while this one waited
+        if fresh:
+            _remove_parts(training)
         if progress:
             for task in tasks:
                 print(f"{task.name}, with the supervised text in brackets:\n{task.first}\n")
@@ -195,11 +201,19 @@ def _training_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
 
 
+def _remove_parts(training: Path) -> None:
+    """Remove the losses, merges and cached teachers of earlier runs, whose names end in a key."""
+    for part in training.iterdir():
+        if re.fullmatch(r"(losses|teachers|[a-z+_]+)-[0-9a-f]{16}(\.json)?", part.name):
+            remove(part)
+
+
 def _check_out(out: str | Path) -> Path:
     """Return the path of the output; raise an error if it is not new, or the run is finished."""
     if not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"{OPERATION}: expected out as a path, got {type(out).__name__}")
-    report = _training_of(Path(out)) / _REPORT
+    # absolute, because "." has no name
+    report = _training_of(Path(out).absolute()) / _REPORT
     if report.is_file() and (Path(out) / "config.json").is_file():
         raise ValueError(
             f"{OPERATION}: {out} is not empty: it has a finished merge, whose report is {report}; "

@@ -400,7 +400,9 @@ class MaskedModel(nn.Module):
 
         In the context of `component`, they are the selected component's.
         """
-        return self.model.base_model(**self.uncached(inputs))[0]
+        hidden = self.model.base_model(**self.uncached(inputs))[0]
+        # Mamba's are in float32, whatever the dtype of the weights; autocast's are not
+        return hidden.to(self.model.dtype) if hidden.dtype == torch.float32 else hidden
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """Return a model's inputs, with the cache of keys and values turned off if it has one."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from model_components._checks import is_whole
 
-from ..dtypes import promote
 from ..files import Source
 from ..files.headers import Json
 from ..vocabulary import HEAD
@@ -56,10 +56,14 @@ def output_config(
     config = copy.deepcopy(sources[donor].config)
     if not config:
         return config
-    floats = {t.dtype for t in tensors if t.dtype.is_floating_point}
-    if floats:
+    counts: Counter[str] = Counter()
+    for t in tensors:
+        if t.dtype.is_floating_point:
+            counts[t.dtype.name] += t.info.count
+    if counts:
         config.pop("torch_dtype", None)  # the key's name before transformers 5
-        config["dtype"] = promote(floats).name
+        # of most elements: some models store single buffers, such as a router's bias, in float32
+        config["dtype"] = counts.most_common(1)[0][0]
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
     inner = text_config(config)
     if rows is not None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,8 @@ def test_bad_input_is_refused_before_anything_is_written(base, settings, message
 class Rows:
     """What `split_examples` reads of `TextExamples`."""
 
+    tokenizer = SimpleNamespace(all_special_ids=[1])
+
     def __init__(self, examples, rows=None):
         self.examples = examples
         self.rows = list(range(len(examples))) if rows is None else rows
@@ -270,6 +273,10 @@ def test_prompts_are_not_split_between_training_and_held_out_rows():
     texts = [{"input_ids": [i % 4, i % 4], "labels": [i % 4, i % 4]} for i in range(20)]
     ((train, held_out),) = split_examples([Rows(texts)], 0.1, 200)
     assert not {e["input_ids"][0] for e in train} & {e["input_ids"][0] for e in held_out}
+    # rows without a prompt, to which a tokenizer adds its first token, are different rows
+    started = [{"input_ids": [1, i, 0], "labels": [-100, i, 0]} for i in range(10, 20)]
+    ((train, held_out),) = split_examples([Rows(started)], 0.1, 200)
+    assert (len(train), len(held_out)) == (9, 1)
     different = [{"input_ids": [i, i], "labels": [i, i]} for i in range(20)]
     assert [len(part) for part in split_examples([Rows(different)], 0.5, 4)[0]] == [16, 4]
 

@@ -72,9 +72,11 @@ def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list
         notes = [f"{name}: {len(train)} examples to train on, {len(test)} held out"]
         dropped = len(texts) - len(train) - len(test)
         if dropped:
-            notes.append(f"{name}: {dropped} examples dropped, whose prompt is also held out")
+            notes.append(f"{name}: {dropped} examples whose prompt is also held out were dropped")
         if texts.cut:
-            notes.append(f"{name}: {texts.cut} examples truncated to {config.max_length} tokens")
+            notes.append(
+                f"{name}: {texts.cut} examples were truncated to {config.max_length} tokens"
+            )
         tasks.append(Task(name, texts.decoded(0), train, test, texts.digest, tuple(notes)))
     return tasks
 

@@ -136,7 +136,8 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     by_entries: dict[object, list[set[str]]] = {}
     for number, kind in enumerate(kinds):
         by_entries.setdefault(_entries(source_config, keys, number), []).append(kind)
-    by_position: set[str] = set()  # the tensors that the entries do not determine
+    # the tensors that the entries do not determine, so that the position does
+    by_position: set[str] = set()
     for same in by_entries.values():
         by_position |= set().union(*same) - set(same[0]).intersection(*same)
     positions = [kind & by_position for kind in kinds]

@@ -550,3 +550,23 @@ def test_data_that_are_refused_leave_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="expected"):
         merge_models(models, "regmean", calibration=[[], []], out=tmp_path / "out", progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_experts_are_averaged_and_keep_their_names_in_the_files(tmp_path):
+    """Attention is solved for; the output has the tensors of the first model's files."""
+    generator = torch.Generator().manual_seed(0)
+    for k in range(2):
+        save(tiny("mixtral", k, vocab_size=96), tmp_path / str(k))
+        save_tokenizer(tmp_path / str(k), [f"t{i}" for i in range(96)])
+    ids = torch.randint(0, 96, (2, 8, 12), generator=generator).tolist()
+    data = [[{"input_ids": row} for row in rows] for rows in ids]
+    models = [tmp_path / "0", tmp_path / "1"]
+    merge_models(models, "regmean", calibration=data, out=tmp_path / "out", progress=False)
+    first, second, merged = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("0", "1", "out")
+    )
+    assert merged.keys() == first.keys()
+    for name, value in merged.items():
+        is_average = torch.allclose(value, (first[name] + second[name]) / 2, atol=1e-6)
+        solved = "self_attn" in name or "lm_head" in name
+        assert is_average != solved, name

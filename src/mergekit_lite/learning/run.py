@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.utils.data import Subset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from model_components import __version__
 from model_components._checkpoints import newest_whole
@@ -35,12 +34,19 @@ from ..functional import merge_models
 from ..masks.config import KLConfig
 from ..masks.data import MaskCollator, TaskMixture, cache_teachers
 from ..masks.layers import MaskedLayer
-from ..masks.loading import refuse_unlike
 from ..masks.merger import Merger
 from ..masks.storage import MASKS
 from ..masks.training import DistillTrainer, MaskTrainer
 from ..methods import CALIBRATED
-from ..recipe import model_key
+from .checks import (
+    REPORT,
+    check_data,
+    check_devices,
+    check_out,
+    check_start,
+    first_tokenizer,
+    training_of,
+)
 from .config import OPERATION, RATES, LearnConfig
 from .merges import COMPARED, is_folder, merges_of, options_of
 from .report import LearnReport
@@ -48,7 +54,6 @@ from .student import Student, StudentTrainer
 from .tasks import Task, held_out_losses, read_tasks, supervised_tokens
 
 _CALIBRATION = 256  # number of examples per task with which merges are calibrated
-_REPORT = "report.json"
 _SAVED = 0.1  # a checkpoint is written each time this fraction of the steps is done
 
 
@@ -93,9 +98,9 @@ def learn_merge(
     if isinstance(settings.get("start"), Path):
         settings["start"] = os.fspath(settings["start"])
     config = LearnConfig.from_dict(settings)
-    _check_devices()
-    _check_data(components, data)
-    path = _check_out(out)
+    check_devices()
+    check_data(components, data)
+    path = check_out(out)
     names = [os.fspath(model) for model in components]
     if base is not None:
         if not isinstance(base, (str, os.PathLike)):
@@ -103,13 +108,13 @@ def learn_merge(
         base = os.fspath(base)
     merges = merges_of(config, names, base)
     first: Any = open_source(names[0]).folder
-    tokenizer = _first_tokenizer(names)
+    tokenizer = first_tokenizer(names)
     facts = {"components": names, "base": base, **config.to_dict()}
     length = readable_tokens(read_config(first, OPERATION), config.max_length)
     config = replace(config, max_length=length)
     tasks = read_tasks(data, tokenizer, config)
     if is_folder(config.start):
-        _check_start(config.start, first)
+        check_start(config.start, first)
     teachers = Merger.from_pretrained(names, dtype=config.dtype, granularity=config.granularity).to(
         "cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -119,7 +124,7 @@ def learn_merge(
             f"{type(teachers.model).__name__}, which does more than apply the head to its hidden "
             "states (for example, it scales or caps the logits)"
         )
-    training = _training_of(path)
+    training = training_of(path)
     contents = {task.name: task.hash for task in tasks}
     contents["the models"] = _hash_of_models(names, base, config.start)
     run = _Run(
@@ -140,7 +145,7 @@ def learn_merge(
         device=teachers.device,
     )
     del teachers  # the run must hold the only reference, so that it can free the teachers
-    results = (MASKS, _REPORT)
+    results = (MASKS, REPORT)
     with RunFolder(training, facts, OPERATION, contents=contents, results=results, fresh=fresh):
         check_new(path, OPERATION)  # another run may have written it while this one waited
         if fresh:
@@ -151,31 +156,11 @@ def learn_merge(
         return run.learn()
 
 
-def _check_devices() -> None:
-    """Raise an error if there are several processes, or several visible GPUs."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
-    if processes > 1 or gpus > 1:
-        raise ValueError(
-            f"{OPERATION}: expected one process and at most one visible GPU, got {processes} "
-            f"processes and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0, or train a Merger with "
-            "MaskTrainer under torchrun"
-        )
-
-
-def _first_tokenizer(names: Sequence[str]) -> Any:
-    """Return the first model's tokenizer, and warn of models with another chat template."""
-    tokenizers: list[Any] = []
-    for name in names:
-        with reading(f"the tokenizer of {name}", OPERATION):
-            tokenizers.append(AutoTokenizer.from_pretrained(open_source(name).folder))
-        if tokenizers[-1].chat_template != tokenizers[0].chat_template:
-            warnings.warn(
-                f"{OPERATION}: {name} has another chat template than {names[0]}; the rows of all "
-                f"tasks are laid out by that of {names[0]}",
-                stacklevel=3,
-            )
-    return tokenizers[0]
+def _remove_parts(training: Path) -> None:
+    """Remove the losses, merges and cached teachers of earlier runs, whose names end in a key."""
+    for part in training.iterdir():
+        if re.fullmatch(r"(losses|teachers|[a-z+_]+)-[0-9a-f]{16}(\.json)?", part.name):
+            remove(part)
 
 
 def _hash_of_models(components: Sequence[str], base: str | None, start: str) -> str:
@@ -186,63 +171,6 @@ def _hash_of_models(components: Sequence[str], base: str | None, start: str) -> 
     sources = [open_source(model) for model in [*components, *bases, *starts]]
     files = json.dumps([(source.fingerprint(), source.config) for source in sources])
     return xxhash.xxh3_64(files.encode()).hexdigest()
-
-
-def _check_start(start: str, first: Path) -> None:
-    """Raise an error if the model in ``start`` differs from the components in more than weights."""
-    folders: list[Any] = [first, open_source(start).folder]
-    configs = [read_config(folder, OPERATION) for folder in folders]
-    labels = ["the first component", start]
-    refuse_unlike(configs, folders, labels, AutoModelForCausalLM, {}, strict=True)
-
-
-def _training_of(out: Path) -> Path:
-    """Return the folder of a run's checkpoints and report."""
-    return out.with_name(f"{out.name}.training")
-
-
-def _remove_parts(training: Path) -> None:
-    """Remove the losses, merges and cached teachers of earlier runs, whose names end in a key."""
-    for part in training.iterdir():
-        if re.fullmatch(r"(losses|teachers|[a-z+_]+)-[0-9a-f]{16}(\.json)?", part.name):
-            remove(part)
-
-
-def _check_out(out: str | Path) -> Path:
-    """Return the path of the output; raise an error if it is not new, or the run is finished."""
-    if not isinstance(out, (str, os.PathLike)):
-        raise ValueError(f"{OPERATION}: expected out as a path, got {type(out).__name__}")
-    # absolute, because "." has no name
-    report = _training_of(Path(out).absolute()) / _REPORT
-    if report.is_file() and (Path(out) / "config.json").is_file():
-        raise ValueError(
-            f"{OPERATION}: {out} is not empty: it has a finished merge, whose report is {report}; "
-            "choose another out"
-        )
-    return check_new(out, OPERATION)
-
-
-def _check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
-    """Raise an error unless there are a list of models and a list with the data of each."""
-    for name, given in (("components", components), ("data", data)):
-        # len() of a text would count its characters
-        if isinstance(given, (str, Path)):
-            raise ValueError(f"{OPERATION}: {name} is {str(given)!r}, expected a list")
-    if len(components) < 2 or len(components) != len(data):
-        raise ValueError(
-            f"{OPERATION}: expected two or more components and one data set for each, got "
-            f"{len(components)} components and {len(data)} data sets"
-        )
-    for model in components:
-        if not isinstance(model, (str, os.PathLike)):
-            raise ValueError(
-                f"{OPERATION}: expected components as folders or hub ids, got "
-                f"{type(model).__name__}; a Merger takes models in memory"
-            )
-    keys = [model_key(model) for model in components]
-    for model in components:
-        if keys.count(model_key(model)) > 1:
-            raise ValueError(f"{OPERATION}: expected each component once, got {model} twice")
 
 
 @dataclass
@@ -302,7 +230,7 @@ class _Run:
             seconds=self.seconds,
         )
         # before the merge is written: a run that is stopped in between continues
-        write_json(self.training / _REPORT, report.to_dict(), OPERATION)
+        write_json(self.training / REPORT, report.to_dict(), OPERATION)
         if report.delivered == config.start and not is_folder(config.start):
             with NewFolder(self.out, OPERATION) as new:
                 shutil.copytree(self._merged(config.start), new.folder, dirs_exist_ok=True)

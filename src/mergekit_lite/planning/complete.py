@@ -42,18 +42,8 @@ LLAMA_LIKE = (
 
 All layers of a model have the same tensors, but some may be dense and others have experts."""
 
-UNTIED = (
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Model types whose head is not tied to the embedding if the config has no setting for it."""
+TIED = ("gemma", "gemma2", "gemma3_text", "smollm3")
+"""`LLAMA_LIKE` types whose head is tied to the embedding if the config has no setting for it."""
 
 BIASES = {
     "attention_bias": (
@@ -400,7 +390,8 @@ def _missing_head(source: Source, config: Json) -> str | None:
     causal = isinstance(named, list) and any("ForCausalLM" in str(name) for name in named)
     has_head = any(HEAD.search(name) or _OTHER_HEAD.search(name) for name in source.tensors)
     # the default of other families is not known here, so only an explicit false counts
-    default = config.get("tie_word_embeddings", config.get("model_type") not in UNTIED)
+    kind = config.get("model_type")
+    default = config.get("tie_word_embeddings", kind in TIED or kind not in LLAMA_LIKE)
     tied = source.config.get("tie_word_embeddings", default)
     if not causal or tied is not False or has_head or not embedding_rows(source):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model_components._checks import is_whole
 
@@ -129,22 +129,24 @@ def _count_layers(
             own = configs[place].get(key)
             # a model without such a list is taken to have the donor's kinds of layers
             lists.append((own if isinstance(own, (list, str)) else config[key], begin, end))
-        if key in keys.indices:
-            config[key] = _moved(lists)
-            continue
-        entries: list[object] = []
-        for source, begin, end in lists:
-            if len(source) < end:
-                raise PlanError(
-                    [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
-                )
-            entries += source[begin:end]
-        # Nemotron-H has a string with one letter for each layer
-        config[key] = "".join(map(str, entries)) if isinstance(config[key], str) else entries
+        config[key] = _moved(lists) if key in keys.indices else _joined(key, lists)
     for key, value in config.items():
         if isinstance(value, dict) and "layer" in key and all(map(str.isdigit, value)):
             given = [(configs[place].get(key) or {}, begin, end) for place, begin, end in spans]
             config[key] = _moved_settings(given)
+
+
+def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequence[object]:
+    """Return the entries of the layers that slices take, as a list or a string like the first."""
+    entries: list[Any] = []
+    for source, begin, end in lists:
+        if len(source) < end:
+            raise PlanError(
+                [f"config.json: expected at least {end} entries in {key}, got {len(source)}"]
+            )
+        entries += source[begin:end]
+    # Nemotron-H has a string with one letter for each layer
+    return "".join(entries) if isinstance(lists[0][0], str) else entries
 
 
 def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:

@@ -105,13 +105,6 @@ def _fast_vocabulary(path: Path) -> dict[str, int]:
     return _whole_numbers(path, ids)
 
 
-def _makes_missing_token(
-    merge: list[str] | str, vocabulary: Mapping[str, int], tokens: Mapping[str, int]
-) -> bool:
-    """Return whether a BPE merge joins two of ``tokens`` into one that ``vocabulary`` lacks."""
-    return "".join(_pair(merge)) not in vocabulary and _is_of(merge, tokens)
-
-
 def _pair(merge: list[str] | str) -> list[str]:
     """Return the two tokens of a merge; older tokenizer.json files have one string, "a b"."""
     return merge if isinstance(merge, list) else merge.split(" ")
@@ -146,6 +139,33 @@ def _merges(path: Path, model: Mapping[str, Any]) -> list[list[str] | str]:
     return merges
 
 
+def _all_merges(
+    models: Mapping[Path, Mapping[str, Any]],
+    vocabulary: Mapping[str, int],
+    tokens: Mapping[str, int],
+) -> list[list[str] | str]:
+    """Return the BPE merges of the first model, and those of the others that build new tokens.
+
+    Args:
+        models: The models of the tokenizers, by the path of their tokenizer.json.
+        vocabulary: The first model's tokens.
+        tokens: The output's tokens; merges of other tokens are left out.
+    """
+    (first, own), *others = models.items()
+    merges = [merge for merge in _merges(first, own) if _is_of(merge, tokens)]
+    # as JSON, because a merge may be a list, which cannot be hashed
+    known = {json.dumps(merge) for merge in merges}
+    for path, model in others:
+        for merge in _merges(path, model):
+            if json.dumps(merge) in known or "".join(_pair(merge)) in vocabulary:
+                continue
+            if _is_of(merge, tokens):
+                # at the end, with the lowest priority, after the tokenizer's own merges
+                merges.append(merge)
+                known.add(json.dumps(merge))
+    return merges
+
+
 def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Path]) -> str:
     """Return the text of a tokenizer.json that is extended to all of ``tokens``.
 
@@ -165,24 +185,16 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     for token in data.get("added_tokens") or []:
         if token["content"] in tokens:  # otherwise no model has a row for the token
             added[token["content"]] = token
-    # as JSON, because a merge may be a list, which cannot be hashed
-    merges = {json.dumps(merge) for merge in _merges(path, model)}
     known = set(model["vocab"]) | set(added)
+    models = {path: model}
     for other in others:
         theirs = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+        models[other / "tokenizer.json"] = theirs["model"]
         known |= set(theirs["model"]["vocab"])
         for token in theirs.get("added_tokens") or []:
             if token["content"] in tokens:
                 # another model's special token stays special, with the id it has in the output
                 added.setdefault(token["content"], token | {"id": tokens[token["content"]]})
-        if "merges" not in model:
-            continue
-        for merge in _merges(other / "tokenizer.json", theirs["model"]):
-            is_new = json.dumps(merge) not in merges
-            if is_new and _makes_missing_token(merge, model["vocab"], tokens):
-                # at the end, with the lowest priority, after the tokenizer's own merges
-                model["merges"].append(merge)
-                merges.add(json.dumps(merge))
     # the tokenizers library rejects an added token that lacks one of these
     plain = {
         "single_word": False,
@@ -193,8 +205,8 @@ def extend_tokenizer(path: Path, tokens: Mapping[str, int], others: Sequence[Pat
     }
     for token in tokens.keys() - known:  # a token that only the recipe names
         added.setdefault(token, {"id": tokens[token], "content": token, **plain})
-    if "merges" in model:  # those of tokens that are left out would be errors
-        model["merges"] = [merge for merge in _merges(path, model) if _is_of(merge, tokens)]
+    if "merges" in model:
+        model["merges"] = _all_merges(models, model["vocab"], tokens)
     # Added tokens are in the model's vocabulary, too: otherwise loading would give them new ids.
     model["vocab"] = dict(sorted(tokens.items(), key=lambda item: item[1]))
     data["added_tokens"] = sorted(added.values(), key=lambda t: t["id"])

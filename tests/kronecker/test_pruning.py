@@ -927,15 +927,15 @@ def part(name, count):
 def test_no_mlp_loses_more_than_four_fifths_and_the_size_holds():
     parts = [part(f"p{i}", 800) for i in range(4)]
     influences = {"p0": 0.0, "p1": 0.5, "p2": 0.5, "p3": 9.0}
-    uniform = {p.name: 400 for p in parts}
-    keep = neurons_by_influence(parts, uniform, influences, PruneConfig())
+    half = 4 * 4 * 400  # parameters, four for each neuron
+    keep = neurons_by_influence(parts, half, influences, PruneConfig())
     # p0 loses all that it may, and the two beside it the rest
     assert [keep[p.name] for p in parts] == [160, 320, 320, 800]
-    keep = neurons_by_influence(parts, dict.fromkeys(uniform, 100), influences, PruneConfig())
+    keep = neurons_by_influence(parts, 4 * 4 * 700, influences, PruneConfig())
     assert set(keep.values()) == {100}
-    keep = neurons_by_influence(parts, uniform, influences, PruneConfig(multiple_of=64))
+    keep = neurons_by_influence(parts, half, influences, PruneConfig(multiple_of=64))
     assert [keep[p.name] for p in parts] == [128, 320, 320, 800]
-    keep = neurons_by_influence(parts, dict.fromkeys(uniform, 800), influences, PruneConfig())
+    keep = neurons_by_influence(parts, 0, influences, PruneConfig())
     assert set(keep.values()) == {800}
 
 
@@ -964,6 +964,20 @@ def test_a_size_holds_whatever_the_rounding(fields, kept):
     assert kept - 0.15 < report.after / report.before <= kept
     if kept == 1:
         assert not any("save_pretrained" in note for note in report.notes)
+
+
+def test_influence_does_not_lose_what_equal_shares_lose_to_rounding():
+    """Equal shares round down every MLP, so they drop up to one multiple in each."""
+    kept = {}
+    for allocate in ("uniform", "influence"):
+        config = PruneConfig(size=0.8, multiple_of=8, allocate=allocate, epochs=0)
+        model = tiny("llama")
+        step = 8 * 3 * model.config.hidden_size  # parameters of one multiple of an MLP
+        prune_(model, config, calibration=[ids()], progress=False)
+        kept[allocate] = num_parameters(model)
+    budget = round(0.8 * num_parameters(tiny("llama")))
+    assert kept["uniform"] <= budget - step
+    assert budget - step < kept["influence"] <= budget
 
 
 def test_a_share_that_rounding_misses_is_said():

@@ -117,7 +117,7 @@ def neurons_to_keep(
 
 def neurons_by_influence(
     parts: Sequence[PrunablePart],
-    keep: Mapping[str, int],
+    budget: int,
     influences: Mapping[str, float],
     config: PruneConfig,
 ) -> dict[str, int]:
@@ -128,14 +128,12 @@ def neurons_by_influence(
 
     Args:
         parts: The MLPs and stacks of experts.
-        keep: The number of neurons that each part would keep at equal shares. Together, these
-            numbers set how many parameters to drop.
+        budget: How many parameters to drop.
         influences: The influence of each part's block, by the part's name.
         config: The settings, of which the one for rounding is used.
     """
     units = _units(parts, config)
     sizes = torch.tensor([p.per_neuron * p.count for p in parts], dtype=torch.float64)
-    budget = parameters_gone(parts, keep)
     most = max(_MOST_GONE, budget / float(sizes.sum()))
     weights = torch.tensor([-influences[p.name] for p in parts], dtype=torch.float64)
     weights = (weights / _SMOOTHING).softmax(0)

@@ -41,7 +41,13 @@ from .blocks import (
     least_influential,
     new_places,
 )
-from .neurons import PrunablePart, neurons_by_influence, neurons_to_keep, prunable_parts
+from .neurons import (
+    PrunablePart,
+    neurons_by_influence,
+    neurons_to_keep,
+    parameters_gone,
+    prunable_parts,
+)
 
 _NEURONS = "neurons"
 _UNEQUAL = (
@@ -312,7 +318,12 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         if isinstance(model, PreTrainedModel):
             # raises for a user's own class, which from_pretrained would not find
             model_class(type(model).__name__, "prune_")
-        keep = neurons_by_influence(parts, keep, _influence_of_each(walk, parts), walk.config)
+        budget = parameters_gone(parts, keep)
+        if walk.config.size is not None:
+            # with equal shares, more is dropped: every MLP rounds down its number of neurons
+            total = num_parameters(model)
+            budget = total - round(walk.config.size * total)
+        keep = neurons_by_influence(parts, budget, _influence_of_each(walk, parts), walk.config)
         # each part may be off by less than one neuron
         count, kept = sum(p.count for p in parts), sum(keep.values())
         remarks = _rounded(walk.config, count, kept, "neurons", near=len(parts))

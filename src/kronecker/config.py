@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from model_components._checks import CheckedConfig, Range, Whole, problem
 
@@ -222,7 +222,6 @@ class PruneConfig(CheckedConfig):
     allocate: Allocation = "uniform"
     multiple_of: Whole = 1
     ridge: Annotated[float, Range(above=0, below=1)] = 3e-2
-    init: ClassVar[str] = "sequential"  # a constant here, but a field of the other configs
 
     def problems(self) -> Iterator[str]:
         """Yield a problem for each pair of fields that cannot be combined."""
@@ -245,10 +244,6 @@ class PruneConfig(CheckedConfig):
     def descends(self) -> bool:
         """Return whether all matrices of an MLP are fitted by gradient descent."""
         return self.chosen_method != "fast" and self.epochs > 0
-
-    def opposite(self) -> Self:
-        """Return this config, which also applies to layers of transposed shape."""
-        return self
 
     @property
     def share(self) -> float:
@@ -357,18 +352,14 @@ def _divisor(size: int) -> int:
     return min(_divisors(size), key=lambda d: abs(d - root))
 
 
-Config = KroneckerConfig | LowRankConfig | PruneConfig
-"""A config for an MLP. Single layers take only the first two types, stacks of experts the last."""
+Config = KroneckerConfig | LowRankConfig
+"""A config for factors that replace a weight."""
 
-STRUCTURES: dict[str, type[Config]] = {
-    "kronecker": KroneckerConfig,
-    "low_rank": LowRankConfig,
-    "prune": PruneConfig,
-}
+STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig}
 
 
 def structure_of(config: Config) -> str:
-    """Return the name of a config's structure: ``"kronecker"``, ``"low_rank"`` or ``"prune"``."""
+    """Return the name of a config's structure: ``"kronecker"`` or ``"low_rank"``."""
     return next(name for name, cls in STRUCTURES.items() if isinstance(config, cls))
 
 

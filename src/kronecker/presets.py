@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .config import Config, KroneckerConfig, PruneConfig
+from .config import Config, KroneckerConfig
 
 
 def _kronecker(a_shape: tuple[int, int], rank: int = 1) -> dict[str, Config]:
@@ -15,18 +15,12 @@ def _kronecker(a_shape: tuple[int, int], rank: int = 1) -> dict[str, Config]:
     return {"*.mlp.c_fc": config, "*.mlp.c_proj": config.opposite()}
 
 
-def _neurons(count: int) -> dict[str, Config]:
-    return {"*.mlp.c_*": PruneConfig(keep=count / 3072)}
-
-
 PRESETS: Mapping[str, Mapping[str, Config]] = {
-    "gpt2-96m": _neurons(1536),
     "gpt2-96m-model-dim": _kronecker((3072, 384)),
-    "gpt2-85m": _neurons(933),
     # c_fc's weight is (3072, 768), so its B is (4, 1), and c_proj's is (1, 4)
     "gpt2-82m": _kronecker((768, 768)),
     "gpt2-80m": _kronecker((1024, 256), 2),
     "gpt2-68m": _kronecker((256, 64)),
 }
-"""``"gpt2-96m"`` and ``"gpt2-85m"`` drop hidden neurons. ``"gpt2-96m-model-dim"`` has factors A of
-half the model's width. The others have the shapes of Krony-PT (arXiv 2412.12351)."""
+"""``"gpt2-96m-model-dim"`` has factors A of half the model's width. The others have the shapes of
+Krony-PT (arXiv 2412.12351)."""

@@ -216,18 +216,19 @@ def test_pruning_by_influence_in_the_command_writes_a_model_that_says_how_it_loa
         torch.testing.assert_close(small(ids).logits, stock(ids).logits)
 
 
-def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
+def test_mlps_of_different_sizes_end_as_a_stock_model(place, capsys):
     model, text = (
         str(place / "model"),
         ["--calibration", str(place / "text.txt"), *COMMON, "--no-progress"],
     )
-    assert main(["convert", model, str(place / "small"), "--preset", "gpt2-96m", *text]) == 0
+    flags = ["--allocate", "influence", "--epochs", "0"]
+    assert main(["prune", model, str(place / "small"), *flags, *text]) == 0
     assert main(["fold", str(place / "small"), str(place / "stock")]) == 0
     small, stock = (
         from_pretrained(place / "small"),
         GPT2LMHeadModel.from_pretrained(place / "stock").eval(),
     )
-    assert num_parameters(stock) == num_parameters(small) < num_parameters(tiny("gpt2"))
+    assert num_parameters(small) <= num_parameters(stock) <= num_parameters(tiny("gpt2"))
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         torch.testing.assert_close(small(ids).logits, stock(ids).logits)
@@ -261,7 +262,7 @@ def test_neurons_dropped_by_a_preset_end_as_a_stock_model(place, capsys):
                 model,
                 str(place / "new"),
                 "--preset",
-                "gpt2-96m",
+                "gpt2-82m",
                 "--layers",
                 "*.wte",
                 *text,

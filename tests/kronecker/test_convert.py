@@ -148,17 +148,6 @@ GOLDEN = {
 }
 
 
-def test_presets_that_drop_neurons():
-    dense = 124_439_808
-    for name, neurons, size in (("gpt2-96m", 1536, 96_109_824), ("gpt2-85m", 933, 84_988_092)):
-        (config,) = PRESETS[name].values()
-        assert config.neurons(3072) == neurons
-        assert dense - 12 * (3072 - neurons) * (2 * 768 + 1) == size
-    model = tiny("gpt2")
-    convert_(model, PRESETS["gpt2-96m"], calibration=[ids()], progress=False)
-    assert model.transformer.h[0].mlp.c_fc.weight.shape == (16, 32)
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_counts_of_the_presets(name):
     with torch.device("meta"):
@@ -371,7 +360,8 @@ def test_one_token_of_calibration_keeps_errors_in_reason(kind, config):
     model = tiny(kind)
     batch = torch.tensor([[5]])
     before = output(model, batch)
-    report = convert_(model, config, calibration=[batch], progress=False)
+    change = prune_ if isinstance(config, PruneConfig) else convert_
+    report = change(model, config, calibration=[batch], progress=False)
     assert all(0 <= r.error < 1 for r in report.layers)
     assert float((output(model, batch) - before).norm() / before.norm()) < 0.5
 
@@ -628,7 +618,7 @@ def test_patterns_that_earlier_ones_hide_and_experts_are_refused():
     with pytest.raises(ValueError, match=r"convert_:.*'\*\.mlp\.c_fc'"):
         convert_(tiny("gpt2"), {"*.mlp.*": config, "*.mlp.c_fc": config}, progress=False)
     for refused in (config, LowRankConfig(init="svd")):
-        with pytest.raises(ValueError, match=r"convert_:.*PruneConfig"):
+        with pytest.raises(ValueError, match=r"convert_:.*experts is a stack of experts.*prune_"):
             convert_(tiny("mixtral"), refused, progress=False)
 
 
@@ -945,16 +935,23 @@ def test_with_all_ranks_the_model_is_the_original():
     torch.testing.assert_close(output(model), before, rtol=1e-3, atol=2e-4)
 
 
+def prune_to_(model, keep, calibration, monkeypatch):
+    """Drop neurons of each MLP, by the name of its last layer, down to a number."""
+    place = "kronecker.surgery.prune.neurons_by_influence"
+    monkeypatch.setattr(place, lambda *given: dict(keep))
+    config = PruneConfig(allocate="influence", epochs=0)
+    return prune_(model, config, calibration=[calibration], progress=False)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_path):
+def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_path, monkeypatch):
     model = tiny(kind)
     mlps = find_mlps(model)
-    shares = {m.down: (k + 1) / (len(mlps) + 1) for k, m in enumerate(mlps)}
-    configs = {n: PruneConfig(keep=shares[m.down]) for m in mlps for n in (*m.ups, m.down)}
-    report = convert_(model, configs, calibration=[ids(8, seed=1)], progress=False)
+    keep = {m.down: 4 * (k + 1) for k, m in enumerate(mlps)}
+    report = prune_to_(model, keep, ids(8, seed=1), monkeypatch)
     assert report.after == num_parameters(model) < report.before
     sizes = {m.down: dense(model.get_submodule(m.down)).shape[1] for m in mlps}
-    assert len(set(sizes.values())) == len(mlps)
+    assert sizes == keep
     after = output(model)
     model.save_pretrained(tmp_path / "small")
     again = from_pretrained(tmp_path / "small")
@@ -967,8 +964,6 @@ def test_neurons_dropped_layer_by_layer_are_saved_with_their_sizes(kind, tmp_pat
     stock = auto_class(kind).from_pretrained(tmp_path / "stock").eval()
     torch.testing.assert_close(output(stock), after)
     assert {dense(stock.get_submodule(m.down)).shape[1] for m in mlps} == {max(sizes.values())}
-    with pytest.raises(ValueError, match=r"convert_:.*PruneConfig"):
-        convert_(tiny(kind), {mlps[0].down: PruneConfig()}, calibration=[ids()], progress=False)
 
 
 def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
@@ -985,7 +980,7 @@ def test_only_neurons_that_nothing_reads_go_in_low_precision(tmp_path):
     assert model.config.architectures is None  # the model is as it was
 
 
-def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path):
+def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path, monkeypatch):
     config = transformers.Phi3Config(
         vocab_size=96,
         hidden_size=16,
@@ -995,17 +990,17 @@ def test_gate_and_up_in_one_matrix_are_filled_up(tmp_path):
         pad_token_id=0,
     )
     model = transformers.Phi3ForCausalLM(config).eval()
-    mlps = find_mlps(model)
-    shares = dict(zip((m.down for m in mlps), (0.25, 0.75), strict=True))
-    configs = {n: PruneConfig(keep=shares[m.down]) for m in mlps for n in (*m.ups, m.down)}
-    convert_(model, configs, calibration=[ids()], progress=False)
+    keep = dict(zip((m.down for m in find_mlps(model)), (6, 18), strict=True))
+    prune_to_(model, keep, ids(), monkeypatch)
     fold(model, tmp_path)
     stock = transformers.Phi3ForCausalLM.from_pretrained(tmp_path).eval()
     assert stock.config.intermediate_size == 18
     torch.testing.assert_close(output(stock), output(model))
 
 
-def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(tmp_path):
+def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(
+    tmp_path, monkeypatch
+):
     config = transformers.Qwen2MoeConfig(
         vocab_size=96,
         hidden_size=16,
@@ -1020,15 +1015,14 @@ def test_a_stack_of_experts_beside_an_mlp_of_its_size_is_filled_up_to_what_runs(
         mlp_only_layers=[0],
     )
     model = transformers.Qwen2MoeForCausalLM(config).eval()
-    configs = {n: PruneConfig(keep=15 / 24) for m in find_mlps(model) for n in (*m.ups, m.down)}
-    configs["model.layers.1.mlp.experts"] = PruneConfig(keep=8 / 24)
-    convert_(model, configs, calibration=[ids()], progress=False)
+    keep = {m.down: 15 for m in find_mlps(model)} | {"model.layers.1.mlp.experts": 8}
+    prune_to_(model, keep, ids(), monkeypatch)
     fold(model, tmp_path)
     stock = transformers.Qwen2MoeForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(output(stock), output(model))
 
 
-def test_folding_says_when_it_needs_a_batch(tmp_path):
+def test_folding_says_when_it_needs_a_batch(tmp_path, monkeypatch):
     config = transformers.HubertConfig(
         vocab_size=32,
         hidden_size=16,
@@ -1043,13 +1037,8 @@ def test_folding_says_when_it_needs_a_batch(tmp_path):
         num_conv_pos_embedding_groups=2,
     )
     model, batch = transformers.HubertModel(config).eval(), {"input_values": torch.randn(4, 400)}
-    place = "encoder.layers.{}.feed_forward.{}_dense"
-    configs = {
-        place.format(i, n): PruneConfig(keep=(0.3, 0.7)[i])
-        for i in (0, 1)
-        for n in ("intermediate", "output")
-    }
-    convert_(model, configs, calibration=[batch], progress=False)
+    place = "encoder.layers.{}.feed_forward.output_dense"
+    prune_to_(model, {place.format(0): 7, place.format(1): 17}, batch, monkeypatch)
     with pytest.raises(ValueError, match=r"fold:.*batch="):
         fold(model, tmp_path / "stock")
     fold(model, tmp_path / "stock", batch=batch)
@@ -1093,7 +1082,7 @@ def test_an_error_puts_dropped_neurons_back(monkeypatch):
 
     monkeypatch.setattr(kronecker.fitting.fit, "fit_part", failing)
     with pytest.raises(RuntimeError, match="no more"):
-        convert_(model, PruneConfig(), calibration=[ids()], progress=False)
+        prune_(model, PruneConfig(), calibration=[ids()], progress=False)
     assert torch.equal(output(model), before)
 
 
@@ -1152,7 +1141,8 @@ def test_hooks_of_a_user_go_on_and_can_be_removed(config):
             lambda module, given, named: calls.append("before"), with_kwargs=True
         ),
     ]
-    convert_(model, config, calibration=[ids()], progress=False)
+    change = prune_ if isinstance(config, PruneConfig) else convert_
+    change(model, config, calibration=[ids()], progress=False)
     calls.clear()
     output(model)
     assert calls == ["before", "after"]
@@ -1257,28 +1247,23 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "named", "message"),
+    ("config", "message"),
     [
-        ({}, {}, r"convert_:.*empty mapping"),
-        (PruneConfig(size=0.9), {}, r"convert_:.*fast.*0\.9.*prune_"),
-        (PruneConfig(), {"fade_in": True}, r"convert_:.*PruneConfig"),
-        ({"*.wte": PruneConfig()}, {}, r"convert_:.*PruneConfig"),
-        ({"*.wte": KroneckerConfig(b_shape=(1, 2))}, {}, "expected LowRankConfig"),
-        (
-            {"*.c_fc": PruneConfig(keep=0.25), "*.mlp.c_proj": PruneConfig(keep=0.75)},
-            {},
-            "expected one PruneConfig for all layers of an MLP, got different ones",
-        ),
+        ({}, r"convert_:.*empty mapping"),
+        (PruneConfig(), r"convert_: config is a PruneConfig,.*call prune_"),
+        ({"*.wte": PruneConfig()}, r"convert_: config is a PruneConfig,.*call prune_"),
+        ({"*.wte": KroneckerConfig(b_shape=(1, 2))}, "expected LowRankConfig"),
     ],
 )
-def test_configs_that_make_no_sense_are_refused(config, named, message):
+def test_configs_that_make_no_sense_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        convert_(tiny("gpt2"), config, calibration=[ids()], progress=False, **named)
+        convert_(tiny("gpt2"), config, calibration=[ids()], progress=False)
 
 
-def test_neurons_go_once_and_not_in_inference_mode():
+def test_neurons_go_once_and_not_in_inference_mode(monkeypatch):
     model = tiny("llama")
-    convert_(model, PruneConfig(), calibration=[ids()], progress=False)
+    keep = {m.down: 4 * (k + 1) for k, m in enumerate(find_mlps(model))}
+    prune_to_(model, keep, ids(), monkeypatch)
     with pytest.raises(ValueError, match=r"convert_:.*already pruned by an earlier call"):
         convert_(model, LowRankConfig(), calibration=[ids()], progress=False)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"convert_:.*inference_mode"):
@@ -1330,7 +1315,7 @@ def test_blocks_that_are_no_chain_are_fitted_on_what_they_really_read(between):
         ]
     ]
     assert names == ([""] if between != 1.0 else ["layers.0", "layers.1"])
-    report = convert_(model, PruneConfig(epochs=0), calibration=[x], progress=False)
+    report = prune_(model, PruneConfig(epochs=0), calibration=[x], progress=False)
     assert all(0 < r.error < 0.5 for r in report.layers)
 
 

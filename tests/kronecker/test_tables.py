@@ -150,7 +150,7 @@ def test_what_is_looked_up_often_is_kept_best():
 
 def test_tables_and_mlps_in_one_call_and_a_stock_trainer(tmp_path):
     model = tiny("gpt2")
-    configs = {"*.wte": LowRankConfig(), "*.mlp.*": PruneConfig(keep=0.5)}
+    configs = {"*.wte": LowRankConfig(), "*.mlp.*": LowRankConfig(keep=0.5)}
     report = convert_(model, configs, calibration=[ids(8, seed=1)], progress=False)
     assert {type(row.init) for row in report.layers} == {str}
     arguments = transformers.TrainingArguments(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronecker import PruneConfig, convert_, prune_, text_batches, text_of
+from kronecker import LowRankConfig, PruneConfig, convert_, prune_, text_batches, text_of
 from kronecker.data.batches import tokens_seen
 from tests.support.models import tiny
 
@@ -41,13 +41,15 @@ def test_a_vision_model_says_what_it_reads():
         prune_(model, PruneConfig(), calibration=[torch.ones(1, 4, dtype=torch.long)])
 
 
-@pytest.mark.parametrize("change", [prune_, convert_])
-def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_few(change):
+@pytest.mark.parametrize(
+    ("change", "config"), [(prune_, PruneConfig()), (convert_, LowRankConfig())]
+)
+def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_few(change, config):
     for tokens, few in ((8, True), (200, False)):
         ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
         report = change(
             tiny("llama"),
-            PruneConfig(keep=0.5),
+            config,
             calibration=[ids[:, :64]] * (tokens // 64 or 1),
             progress=False,
         )

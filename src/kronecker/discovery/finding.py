@@ -28,12 +28,17 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def convertible(module: nn.Module) -> bool:
-    """Return whether a module can be made smaller."""
-    return is_linear(module) or is_embedding(module) or is_experts(module)
+    """Return whether `convert_` can make a module smaller."""
+    return is_linear(module) or is_embedding(module)
 
 
-def _refuse_own_forward(name: str, module: nn.Module) -> None:
-    """Raise a ValueError for a linear layer or embedding that is not a plain one."""
+def _refuse_special(name: str, module: nn.Module) -> None:
+    """Raise a ValueError for a stack of experts, and for linear layers that are not plain ones."""
+    if is_experts(module):
+        raise ValueError(
+            f"convert_: {name} is a stack of experts, expected linear layers and embeddings; to "
+            "make experts smaller, call prune_"
+        )
     if isinstance(module, (nn.Linear, nn.Embedding)) and not convertible(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
@@ -58,8 +63,8 @@ def resolve(
 ) -> dict[str, Config]:
     """Return the config of each layer to compress, by name and in the model's order.
 
-    A single config applies to the layers of MLPs and to stacks of experts or, with a ``filter_fn``,
-    to the layers that this function accepts. The last layer of each MLP gets the transposed shapes.
+    A single config applies to the layers of MLPs or, with a ``filter_fn``, to the layers that this
+    function accepts. The last layer of each MLP gets the transposed shapes.
     In a map, the first pattern (`fnmatch`) that matches a layer's name gives its config. ``batch``
     holds arguments with which the MLPs of a model that reads neither tokens nor images are found.
     """
@@ -86,18 +91,18 @@ def _resolve_one(
     resolved: dict[str, Config] = {}
     for name, module in modules.items():
         if filter_fn is None:
-            chosen = name in members or is_experts(module)
+            chosen = name in members
         else:
             chosen = filter_fn(module, name)
         if not chosen:
             continue
-        _refuse_own_forward(name, module)
+        _refuse_special(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):
             resolved[name] = config.opposite() if name in downs else config
     if not resolved:
         # nothing was found; if a layer that is not plain may be the reason, the error names it
         for name, module in modules.items():
-            _refuse_own_forward(name, module)
+            _refuse_special(name, module)
         near = ", ".join(_convertible_names(modules)[:6])
         raise ValueError(
             f"convert_: found nothing to convert in {type(model).__name__}, expected at least one "
@@ -125,7 +130,7 @@ def _resolve_map(
             shadowed.update(fitting[1:])
         if pattern is None or (filter_fn is not None and not filter_fn(module, name)):
             continue
-        _refuse_own_forward(name, module)
+        _refuse_special(name, module)
         if convertible(module) or isinstance(module, COMPRESSED):
             unused.discard(pattern)
             resolved[name] = config[pattern]

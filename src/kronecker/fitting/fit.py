@@ -15,7 +15,7 @@ from model_components._layers import is_conv1d
 from model_components._stages import Stage
 from model_components._walk import Batch
 
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig
+from ..config import Config, KroneckerConfig, PruneConfig
 from ..discovery.finding import prefixed, put, set_parameters_, submodules
 from ..discovery.mlps import Mlp
 from ..init import Factors
@@ -36,6 +36,8 @@ _REMARKS = {
     "known",
     "few": "a few tokens (attention sinks) have more than half of the squared outputs by which "
     "the relative error is divided, so the error says little about the other tokens",
+    "alone": "not fitted to replace the blocks that were dropped after it, since its output is not "
+    "added to the output of its block as it is",
 }
 
 
@@ -44,17 +46,11 @@ class Part:
     """Layers that are fitted together: an MLP, a stack of experts, or a single linear layer."""
 
     name: str  # of the MLP's last layer, of the stack of experts, or of the single layer
-    configs: Mapping[str, Config]  # the config of each layer of the part, by name
     mlp: Mlp | None = None
+    # the config of each layer that gets factors, by name; empty if neurons are dropped instead
+    configs: Mapping[str, Config] = field(default_factory=dict)
+    prune: PruneConfig | None = None
     neurons: int = 0  # number of neurons to keep, if some are dropped
-
-    @property
-    def prune(self) -> PruneConfig | None:
-        """The `PruneConfig` of this part, or None if the part has another config."""
-        config = self.configs[self.name]
-        if isinstance(config, PruneConfig):
-            return config
-        return None
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,11 @@ def fit_(
         for part in map(by_name.__getitem__, block.ran):
             fitted = _fitted_or_stored(model, block, part, given, operation, cache)
             place_(model, part, fitted.tensors)
+            notes = fitted.notes
+            if gone and "output" not in block.kinds.values():
+                notes = (*notes, "alone")
             # without tensors, which are now in the model: keeping them could double the memory
-            done[part.name] = Fitted({}, fitted.error, fitted.order, fitted.notes)
+            done[part.name] = Fitted({}, fitted.error, fitted.order, notes)
             progress.update(1)
         if not one_pass:
             ours = block.outputs(ours)
@@ -202,7 +201,6 @@ def _fitted_alone(
 ) -> Fitted:
     """Fit a single linear layer to its outputs in the original model."""
     config = part.configs[part.name]
-    assert not isinstance(config, PruneConfig)
     moments = Moments.zeros(*dense(module).shape, device=said[0].device)
     for x, y in zip(inputs, said, strict=True):
         moments.add(x, y)
@@ -224,7 +222,7 @@ def _fitted_mlp(
     modules = list(submodules(model, (*mlp.ups, mlp.down)).values())
     prune = part.prune
     if prune is None:
-        descends = any(config.epochs for config in _factored(part).values())
+        descends = any(config.epochs for config in part.configs.values())
     else:
         descends = prune.descends
     middle = None
@@ -242,7 +240,7 @@ def _fitted_mlp(
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
         return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)
-    small, error, order = fit_factors(mlp, weights, seen, _factored(part))
+    small, error, order = fit_factors(mlp, weights, seen, part.configs)
     return Fitted(_factors_as_parameters(part, mlp, modules, small), error, order, notes)
 
 
@@ -256,7 +254,7 @@ def _factors_as_parameters(
     for name, module, (a, b), bias in zip(
         (*mlp.ups, mlp.down), modules, matrices, biases, strict=True
     ):
-        layer: Any = empty_layer(module, _factored(part)[name])
+        layer: Any = empty_layer(module, part.configs[name])
         layer.set_factors_(Factors(a, b, 0.0))
         if bias is not None and layer.bias is not None:
             layer.bias.copy_(bias)
@@ -270,10 +268,6 @@ def _check_seen(seen: Seen, part: Part, operation: str) -> None:
             f"{operation}: expected calibration data with tokens that reach {part.name}, got only "
             "padding"
         )
-
-
-def _factored(part: Part) -> dict[str, KroneckerConfig | LowRankConfig]:
-    return {n: c for n, c in part.configs.items() if not isinstance(c, PruneConfig)}
 
 
 def _stock_parameters(
@@ -299,9 +293,7 @@ def place_(model: nn.Module, part: Part, tensors: Mapping[str, Tensor]) -> None:
         set_parameters_(model, tensors)
         return
     for name, config in part.configs.items():
-        module = model.get_submodule(name)
-        assert not isinstance(config, PruneConfig)
-        layer = empty_layer(module, config)
+        layer = empty_layer(model.get_submodule(name), config)
         layer.load_state_dict(
             {k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")}
         )

@@ -31,7 +31,7 @@ from model_components._model_folders import (
     source_of,
 )
 
-from ..config import PruneConfig, from_dict, to_dict
+from ..config import from_dict, to_dict
 from ..discovery.finding import (
     COMPRESSED,
     mlps_if_any,
@@ -352,13 +352,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
 def _make_smaller_(model: PreTrainedModel, mark: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Replace layers and parameters of a stock model as ``kronecker.json`` lists them, in place."""
     for name, values in mark["layers"].items():
-        layer_config = from_dict(values)
-        if isinstance(layer_config, PruneConfig):
-            raise ValueError(
-                f"from_pretrained: expected a KroneckerConfig or LowRankConfig for {name}, got a "
-                "PruneConfig"
-            )
-        put(model, name, empty_layer(model.get_submodule(name), layer_config))
+        put(model, name, empty_layer(model.get_submodule(name), from_dict(values)))
     empty_tensors = {}
     for name, shape in mark["shapes"].items():
         empty_tensors[name] = torch.empty(shape, dtype=dtype)

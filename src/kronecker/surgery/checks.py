@@ -7,9 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from ..config import Config, KroneckerConfig, PruneConfig
+from ..config import Config, KroneckerConfig
 from ..discovery.finding import COMPRESSED
-from ..layers.experts import is_experts
 from ..layers.weights import dense, is_linear
 
 
@@ -75,28 +74,6 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
     """Raise a ValueError if a layer cannot be converted with its config."""
-    if is_experts(module) and not isinstance(config, PruneConfig):
-        raise ValueError(
-            f"convert_: expected PruneConfig for {name}, a stack of experts, got "
-            f"{type(config).__name__}"
-        )
-    if isinstance(config, PruneConfig):
-        if tied or not (is_linear(module) or is_experts(module)):
-            raise ValueError(
-                f"convert_: expected PruneConfig only for all layers of an MLP or for a stack of "
-                f"experts, got it for {name}, which is tied or not a linear layer"
-            )
-        if config.chosen_method != "best" or config.size is not None:
-            raise ValueError(
-                f"convert_: PruneConfig has method {config.chosen_method!r} and size "
-                f"{config.size}, expected method 'best' and no size; call prune_ to use others"
-            )
-        if config.allocate != "uniform":
-            raise ValueError(
-                f"convert_: allocate is {config.allocate!r}, expected 'uniform'; call prune_ to "
-                "allocate by influence"
-            )
-        return
     if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
         raise ValueError(
             f"convert_: expected LowRankConfig for {name}, which is tied or an embedding table, "

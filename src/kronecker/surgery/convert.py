@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
 
 from .._eager import build, scaled
-from ..config import Config, KroneckerConfig, LowRankConfig, PruneConfig, structure_of
+from ..config import Config, KroneckerConfig, LowRankConfig, structure_of
 from ..data.batches import batches, check_float64, check_model, tokens_seen
 from ..discovery.finding import (
     COMPRESSED,
@@ -37,9 +37,9 @@ from ..fitting.fit import Part, fit_, remarks_of
 from ..fitting.tables import TableUse, low_rank_table, uses_of
 from ..init import Factors, low_rank, relative_error
 from ..layers import empty_layer
-from ..layers.experts import GROUPED, is_experts, layout_of
+from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
-from ..layers.weights import KroneckerLayer, LowRankLayer, SmallerWeight, dense, is_linear, start
+from ..layers.weights import KroneckerLayer, LowRankLayer, dense, is_linear, start
 from ..storage.checkpoints import own_saving_, resized
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
@@ -138,13 +138,13 @@ def convert_(
     If an error occurs, the model is left unchanged.
 
     The type of the config sets the replacement: `KroneckerConfig` gives sums of Kronecker products,
-    `LowRankConfig` gives two thin matrices, and `PruneConfig` gives fewer hidden neurons. A single
-    config applies to the MLPs and to stacks of experts. The last layer of each MLP gets the
-    transposed shapes. Attention, embeddings and head are not converted. With ``filter_fn``, the
+    and `LowRankConfig` gives two thin matrices. To drop hidden neurons, use `prune_`. A single
+    config applies to the MLPs. The last layer of each MLP gets the transposed shapes. Attention,
+    embeddings, head and the experts of a mixture are not converted. With ``filter_fn``, the
     config applies to the layers that the function accepts. A map from name patterns, such as
     ``"*.mlp.c_fc"``, to configs chooses a config for each layer; `PRESETS` has such maps. Tied
     weights stay tied. Afterwards ``model.save_pretrained`` writes the smaller weights, which
-    `kronecker.from_pretrained` loads. To get a stock model, use `prune_`.
+    `kronecker.from_pretrained` loads.
 
     The matrices of an MLP are fitted together, block by block, on their inputs in the smaller
     model. A low-rank embedding table is fitted to how often tokens are looked up and, if a head is
@@ -154,9 +154,9 @@ def convert_(
         model: The model, which is changed in place.
         config: One config, or a map from patterns to configs.
         filter_fn: Function of (module, name) that returns whether to convert the module.
-        calibration: Batches for ``init="sequential"`` and for `PruneConfig`. A batch is a dict of
-            the model's arguments, such as a row of a tokenized `datasets.Dataset`, or a tensor of
-            token ids (B, T). Use 12,000 to 50,000 tokens of the kind of text that the model is for.
+        calibration: Batches for ``init="sequential"``. A batch is a dict of the model's arguments,
+            such as a row of a tokenized `datasets.Dataset`, or a tensor of token ids (B, T). Use
+            12,000 to 50,000 tokens of the kind of text that the model is for.
         fade_in: Keep each original linear layer beside its factors for `FadeIn`. Only the original
             runs until `FadeIn` changes this.
         cache: A folder that stores each fitted part. Repeat an interrupted call to continue from
@@ -178,10 +178,16 @@ def convert_(
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
     _check_convertible(model)
+    for one in config.values() if isinstance(config, Mapping) else [config]:
+        if not isinstance(one, Config):
+            raise ValueError(
+                f"convert_: config is a {type(one).__name__}, expected a KroneckerConfig or a "
+                "LowRankConfig, or a map from patterns to them; to drop neurons, call prune_"
+            )
     data = [] if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, data[0] if data else None)
     tied = tied_modules(model)
-    _check_each(model, configs, tied, fade_in)
+    _check_each(model, configs, tied)
     parts = _parts(model, configs, tied, data)
     tables = _fitted_tables(model, configs, tied)
     if not data:
@@ -192,12 +198,9 @@ def convert_(
     # recorded before the fit, since `fade_in` freezes the originals; parameters that a user has
     # frozen stay frozen
     trains: dict[str, dict[str, bool]] = {}
-    # recorded before the fit, since pruned layers keep their module and get smaller parameters
-    sizes: dict[str, int] = {}
     for name, module in original.items():
         parameters = module.named_parameters(recurse=False)
         trains[name] = {key: parameter.requires_grad for key, parameter in parameters}
-        sizes[name] = num_parameters(module)
     with all_or_nothing(model, original):
         with evaluating(model):
             # before any layer is replaced, since a head is fitted to its inputs in the original
@@ -221,8 +224,9 @@ def convert_(
     own_saving_(model)
     rows = []
     for name, layer_config in configs.items():
-        layer = model.get_submodule(name)
-        rows.append(_row(name, layer, layer_config, sizes[name], errors[name]))
+        layer: Any = model.get_submodule(name)
+        sizes = num_parameters(original[name]), num_parameters(layer)
+        rows.append(LayerReport(name, layer.structure, *sizes, layer_config.init, errors[name]))
     one_for_mlps = isinstance(config, Config) and filter_fn is None
     skipped = _skipped_layers(
         model, configs, "not part of an MLP" if one_for_mlps else "not selected"
@@ -264,7 +268,7 @@ def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dic
     """Return the reason ``why`` for each convertible layer that was not converted, by name."""
     skipped = {}
     for name, module in model.named_modules():
-        if convertible(module) and name not in converted:
+        if (convertible(module) or is_experts(module)) and name not in converted:
             skipped[name] = why
     return skipped
 
@@ -319,13 +323,11 @@ def _fit_parts(
     for part in parts:
         errors |= dict.fromkeys(part.configs, done[part.name].error ** 0.5)
     # least squares needs as many tokens as the widest layer has inputs
-    widths = [dense(module).shape[1] for module in modules.values() if is_linear(module)]
+    widths = [dense(module).shape[1] for module in modules.values()]
     return errors, [*tokens_seen(data, max(widths, default=0)), *remarks_of(done)]
 
 
-def _check_each(
-    model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str], fade_in: bool
-) -> None:
+def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[str]) -> None:
     """Check that each layer can be converted with its config."""
     # if such a layer got factors, `resized` could no longer find that it has lost neurons, and a
     # checkpoint would not record its size
@@ -339,16 +341,6 @@ def _check_each(
                 f"convert_: {name} was already pruned by an earlier call; expected the original "
                 "model, loaded again, with all changes to a layer in one call"
             )
-        if fade_in and isinstance(config, PruneConfig):
-            raise ValueError(
-                f"convert_: expected fade_in=False for {name}, since a PruneConfig makes no "
-                "factors to fade in"
-            )
-
-
-def _row(name: str, layer: nn.Module, config: Config, before: int, error: float) -> LayerReport:
-    """Return the report's row for one layer."""
-    return LayerReport(name, _structure(layer), before, num_parameters(layer), config.init, error)
 
 
 def _fitted_tables(
@@ -381,8 +373,8 @@ def _fitted_tables(
 
 
 def _is_fitted(module: nn.Module, config: Config) -> bool:
-    """Return whether a linear layer or a stack of experts is fitted to calibration data."""
-    return config.init == "sequential" and (is_linear(module) or is_experts(module))
+    """Return whether a linear layer is fitted to calibration data."""
+    return config.init == "sequential" and is_linear(module)
 
 
 def _parts(
@@ -405,46 +397,12 @@ def _parts(
         # if the configs differ in type, the layers of the MLP are fitted one by one
         if len(chosen) < len(names) or len(kinds) > 1:
             continue
-        if kinds == {PruneConfig} and len(set(chosen.values())) > 1:
-            raise ValueError(
-                f"convert_: expected one PruneConfig for all layers of an MLP, got different ones "
-                f"for {mlp.down} and the other layers of its MLP"
-            )
-        neurons = _neurons(chosen[mlp.down], model.get_submodule(mlp.down))
-        parts.append(Part(mlp.down, chosen, mlp, neurons))
+        parts.append(Part(mlp.down, mlp, chosen))
         for name in names:
             del left[name]
     for name, config in left.items():
-        module = model.get_submodule(name)
-        if isinstance(config, PruneConfig) and not is_experts(module):
-            raise ValueError(
-                f"convert_: expected the same PruneConfig for all layers of an MLP, got one for "
-                f"{name} but not for all layers of its MLP"
-            )
-        parts.append(Part(name, {name: config}, None, _neurons(config, module)))
+        parts.append(Part(name, None, {name: config}))
     return parts
-
-
-def _neurons(config: Config, module: nn.Module) -> int:
-    """Return how many hidden neurons a config keeps, or 0 if it drops none.
-
-    ``module`` is the layer or the stack that reads the neurons.
-    """
-    if not isinstance(config, PruneConfig):
-        return 0
-    if is_experts(module):
-        count = layout_of(module).neurons(module.get_parameter("down_proj").shape)
-        return config.neurons(count, math.lcm(config.multiple_of, GROUPED))
-    return config.neurons(dense(module).shape[1])
-
-
-def _structure(layer: nn.Module) -> str:
-    """Return a description of a converted layer's structure, for the report."""
-    if isinstance(layer, SmallerWeight):
-        return layer.structure
-    if is_linear(layer):
-        return " x ".join(map(str, dense(layer).shape))
-    return "experts"
 
 
 def _convert_alone(
@@ -457,7 +415,6 @@ def _convert_alone(
     module = model.get_submodule(name)
     if isinstance(module, COMPRESSED):
         return float("nan")  # already converted, together with a layer that it is tied to
-    assert not isinstance(config, PruneConfig)
     others = tied.get(name, [])
     layer, error = _converted(module, config, use)
     if isinstance(layer, SmallerLinear):

@@ -278,11 +278,9 @@ class _Walk:
 
     def fitting(self, parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> list[Part]:
         """Return the parts for `fit_`, each with the number of neurons that it keeps."""
-        fitting = []
-        for part in parts:
-            configs = dict.fromkeys(part.modules, self.config)
-            fitting.append(Part(part.name, configs, part.mlp, keep[part.name]))
-        return fitting
+        return [
+            Part(part.name, part.mlp, prune=self.config, neurons=keep[part.name]) for part in parts
+        ]
 
     def _gains_by_bfloat16(self, parts: Sequence[Part | PrunablePart]) -> bool:
         """Return whether the layers are large enough for products to be faster in bfloat16."""

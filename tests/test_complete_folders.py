@@ -104,6 +104,22 @@ def test_a_pipeline_loads_it_and_its_card_tells(write, bases, tmp_path, monkeypa
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize("write", [merging, pruning], ids=lambda writer: writer.__name__)
+def test_files_of_sentence_transformers_come_along(write, bases, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Normalize"}, {"path": "../two"}]
+    (bases[0] / "modules.json").write_text(json.dumps([*modules, {"path": 3}, "odd"]))
+    (bases[0] / "1_Pooling").mkdir()
+    (bases[0] / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    write(bases, Path("out"))
+    assert Path("out", "1_Pooling", "config.json").is_file()
+    assert Path("out", "modules.json").is_file()
+    assert not Path("two").exists()
+    (bases[0] / "modules.json").write_text("[damaged")
+    write(bases, Path("again"))
+    assert not Path("again", "1_Pooling").exists()
+
+
 def test_a_compressed_model_is_complete_too(bases, tmp_path):
     kronecker.save_pretrained(smaller(bases[0]), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= NEEDED | {"kronecker.json"}

@@ -17,6 +17,7 @@ from .config import Config, Init, KroneckerConfig, LowRankConfig, PruneConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -174,22 +175,34 @@ def prune(
         loaded.save_pretrained(new.folder)
         call = f"prune_(model, {config}, calibration=batches)"
         is_stock = not has_smaller_layers(loaded)
+        notes = _calibrated_on(rows, calibration)
         if is_stock:
-            card = smaller_card(model, loaded, call)
+            card = smaller_card(model, loaded, call, notes)
         else:
-            card = compressed_card(loaded, call)
+            card = compressed_card(loaded, call, notes)
         complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
-    hint = ""
-    if "CausalLM" in type(loaded).__name__:
-        hint = f"; measure its loss: model-components compare {model} {out} --text FILE"
     kind = "a stock model"
     if not is_stock:
         kind = (
             "a compressed model: load it with kronecker.from_pretrained, or run model-components "
             "fold"
         )
-    print(f"{out} is {kind}{hint}")
+    print(f"{out} is {kind}{_measuring(loaded, model, out)}")
     return report
+
+
+def _measuring(loaded: object, model: str, out: Path) -> str:
+    """Return a hint how to measure the loss of a language model, else an empty string."""
+    if "CausalLM" not in type(loaded).__name__ and "LMHead" not in type(loaded).__name__:
+        return ""
+    return f"; measure its loss: model-components compare {model} {out} --text FILE"
+
+
+def _calibrated_on(rows: Sequence[Tensor], file: Path | None) -> list[str]:
+    """Return a sentence for the model card."""
+    if file is None:
+        return []
+    return [f"Calibrated on {sum(row.numel() for row in rows):,} tokens of `{file.name}`."]
 
 
 def convert(
@@ -240,10 +253,12 @@ def convert(
     found = find_model(model)
     encode = None if calibration is None else encoder_of(source)
     loaded = load(found, where)
+    rows = []
     data = None
     if encode is not None:
         context = context_of([loaded], reading.context)
-        data = calibration_of(text_batches(text, encode, tokens=tokens, context=context), loaded)
+        rows = text_batches(text, encode, tokens=tokens, context=context)
+        data = calibration_of(rows, loaded)
     with new, torch.no_grad():
         report = convert_(
             loaded,
@@ -254,11 +269,12 @@ def convert(
         )
         new.clear()
         write_files(loaded, new.folder)
-        card = compressed_card(loaded, f"convert_(model, {config}, calibration=batches)")
+        call = f"convert_(model, {config}, calibration=batches)"
+        card = compressed_card(loaded, call, _calibrated_on(rows, calibration))
         complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
     print(
         f"{out} is a compressed model: load it with kronecker.from_pretrained, or run "
-        "model-components fold"
+        f"model-components fold{_measuring(loaded, model, out)}"
     )
     return report
 

@@ -223,6 +223,10 @@ def compare(
             are mixed with other models, the models have too few positions to generate, a token is
             not in a model's vocabulary, or models are neither language models nor text encoders.
     """
+    if not isinstance(models, Mapping):
+        raise ValueError(
+            f"compare: models is a {type(models).__name__}, expected a dict of models by name"
+        )
     if not models or not texts:
         raise ValueError(
             f"compare: got {len(models)} models and {len(texts)} texts, expected one or more of "
@@ -332,7 +336,10 @@ def _first_ids(batches: Sequence[object]) -> Tensor:
     if isinstance(ids, Mapping):
         ids = ids.get("input_ids")
     if not isinstance(ids, Tensor):
-        raise ValueError("compare: the first text has no batch of token ids, expected one or more")
+        raise ValueError(
+            "compare: the first text has no batch of token ids, expected one or more; text_batches "
+            "makes batches of text"
+        )
     return ids
 
 

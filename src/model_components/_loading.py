@@ -34,7 +34,9 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
         # a hub id has no local file; transformers downloads the config below
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, value in dict(values).items():
-            if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            # other names with "layer" hold other numbers, such as vocab_size_per_layer_input
+            is_count = name.endswith(("layers", "n_layer"))
+            if is_count and isinstance(value, int) and value > _MOST_LAYERS:
                 raise ValueError(
                     f"{operation}: expected {name} up to {_MOST_LAYERS:,} in {file}, got {value}"
                 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ._folders import new_file
+from ._folders import make_folder, new_file
 from ._hub import find_folder, hub_id, is_cached, is_path, user_path
 from ._yaml import read_yaml
 
@@ -46,6 +46,9 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """Settings of processors, which turn images, sounds and videos into tensors."""
+_SENTENCE_MODULES = "modules.json"
+_SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+"""Settings of sentence-transformers; modules.json lists folders, such as one for pooling."""
 _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
 """Files of a merge that name local folders; the card has the recipe without their names."""
 
@@ -167,29 +170,40 @@ def complete_folder(
     source: str = "",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write the card, the tokenizer and the settings of processors into a model's folder.
+    """Write the card, the tokenizer and the files of `copy_companions` into a model's folder.
 
     Args:
         folder: The folder, with weights and config.
         card: The text of the card.
         source: Folder or hub id of the model that this one was made from. The tokenizer and the
-            settings of processors are copied from there if they are on this machine.
+            files of `copy_companions` are copied from there if they are on this machine.
         tokenizer: A tokenizer to write instead of the source's.
     """
     if source:
         tokenizer = tokenizer or load_tokenizer(source, local=True)
         with contextlib.suppress(ValueError):  # a hub id that is not in the cache
-            copy_files(find_folder(source, local_files_only=True), folder, PROCESSOR_FILES)
+            copy_companions(find_folder(source, local_files_only=True), folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     with new_file(folder / CARD, "save") as temporary:
         temporary.write_text(card, encoding="utf-8")
 
 
-def copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy files from one folder to another; skip names that do not exist."""
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the settings of processors, and the files of sentence-transformers, if there are any."""
+    names = [*PROCESSOR_FILES, *_SENTENCE_FILES, _SENTENCE_MODULES]
+    listed: Any = []
+    with contextlib.suppress(OSError, ValueError):  # no such file, or damaged
+        listed = json.loads((source / _SENTENCE_MODULES).read_text(encoding="utf-8"))
+    for module in listed if isinstance(listed, list) else []:
+        path = module.get("path") if isinstance(module, dict) else None
+        # an empty path is the model itself; one with separators might lead out of the folder
+        if isinstance(path, str) and path == Path(path).name and (source / path).is_dir():
+            names += [f"{path}/{file.name}" for file in (source / path).iterdir()]
     for name in names:
         if (source / name).is_file():
+            make_folder((folder / name).parent, "save")
+            # files in a hub cache are links, so copy their contents
             shutil.copyfile(source / name, folder / name)
 
 

@@ -325,7 +325,8 @@ class StepTrainer(Trainer):
         if num_items_in_batch is None:
             return loss
         # the mean times its items is a sum, so the parts of a step add up to the step's mean
-        return loss * items / num_items_in_batch * self.processes_of_mean()
+        # a step of only prompts has no items, and a loss of 0
+        return loss * items / max(num_items_in_batch, 1) * self.processes_of_mean()
 
     def unwrapped(self) -> Any:
         """Return the model without the wrappers that distributed training adds."""

@@ -348,6 +348,8 @@ def test_comparing_refuses_what_it_cannot_measure():
     ids = torch.randint(3, 96, (1, 8))
     with pytest.raises(ValueError, match=r"compare:.*0.*models.*1"):
         compare({}, [ids])
+    with pytest.raises(ValueError, match="compare: models is a list, expected a dict of models"):
+        compare([tiny("gpt2")], [ids])
     with pytest.raises(ValueError, match=r"compare:.*first text.*token ids"):
         compare({"a": tiny("gpt2")}, {"empty": []})
     with pytest.raises(ValueError, match=r"compare:.*last_hidden_state"):

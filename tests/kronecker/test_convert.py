@@ -1251,6 +1251,9 @@ def test_a_model_within_a_converted_one_is_saved_with_its_factors(tmp_path):
     [
         ({}, r"convert_:.*empty mapping"),
         (PruneConfig(), r"convert_: config is a PruneConfig,.*call prune_"),
+        ("gpt2-82m", r"convert_: config is a str, expected a KroneckerConfig"),
+        ({"*.mlp.*": {"keep": 0.5}}, r"convert_: config is a dict, expected a KroneckerConfig"),
+        (0.5, r"convert_: config is a float, expected a KroneckerConfig"),
         ({"*.wte": PruneConfig()}, r"convert_: config is a PruneConfig,.*call prune_"),
         ({"*.wte": KroneckerConfig(b_shape=(1, 2))}, "expected LowRankConfig"),
     ],

@@ -907,6 +907,8 @@ def test_blocks_of_less_influence_lose_more_neurons(kind, method, tmp_path):
         abs(row.after - (1 - g) * count) < 1
         for row, g in zip(report.layers, gone.tolist(), strict=True)
     )
+    told = torch.tensor([row.influence for row in report.layers])
+    torch.testing.assert_close(told, influences, rtol=1e-4, atol=1e-5)
     # as many in all as uniform shares would leave
     assert sum(row.after for row in report.layers) == len(gone) * (count // 2)
     # BERT's blocks differ by less than a neuron
@@ -1045,9 +1047,12 @@ def test_what_has_no_influence_or_no_folder_is_refused():
         prune_(Mine(tiny("llama").config).eval(), config, calibration=[ids()], progress=False)
     model = tiny("qwen3")
     prune_(model, config, calibration=[ids()], progress=False)
-    for again in (PruneConfig(keep=0.5), PruneConfig(keep=0.5, method="blocks")):
+    for again, expected in (
+        (PruneConfig(keep=0.5), "allocate='influence' for such a model"),
+        (PruneConfig(method="blocks"), "the original model; drop blocks before neurons"),
+    ):
         with pytest.raises(
-            ValueError, match=r"is already pruned to a size that .*allocate='influence'"
+            ValueError, match=rf"is already pruned to a size that .*expected {expected}"
         ):
             prune_(model, again, calibration=[ids()], progress=False)
 
@@ -1227,6 +1232,138 @@ def test_blocks_that_nothing_replaces_are_said(kind, said):
     assert len(notes) == said
     if said:
         assert notes[0].startswith("model.layers.0.mlp")
+
+
+def gemma4(**changes):
+    """A small Gemma 4 without what it has for phones, whose last layer has full attention."""
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 4,
+    }
+    config = transformers.Gemma4TextConfig(**sizes | changes)
+    torch.manual_seed(0)
+    return transformers.Gemma4ForCausalLM(config).eval()
+
+
+def test_blocks_whose_config_loads_as_another_are_refused():
+    """Gemma 4 gives the last layer full attention, whatever its config lists."""
+    model = gemma4(layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2)
+    before = output(model)
+    with torch.no_grad():
+        for layer in model.model.layers[4:]:  # the least influential
+            for parameter in layer.parameters():
+                parameter.mul_(1e-3)
+    config = PruneConfig(keep=4 / 6, method="blocks", epochs=0)
+    changed = output(model)
+    assert not torch.equal(before, changed)
+    with pytest.raises(ValueError, match=r"prune_: .*layer_type"):
+        prune_(model, config, calibration=[ids()], progress=False)
+    assert torch.equal(output(model), changed)
+
+
+def test_neurons_of_a_family_with_numbers_for_each_layer_are_loaded(tmp_path):
+    model = gemma4()
+    assert model.config.vocab_size_per_layer_input > 10_000
+    config = PruneConfig(method="fast", allocate="influence")
+    prune_(model, config, calibration=[ids()], progress=False)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(from_pretrained(tmp_path)), output(model))
+
+
+def test_blocks_of_a_language_model_inside_another_are_dropped_from_its_config(tmp_path):
+    text = {
+        "vocab_size": 96,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.model.language_model.layers[2:].parameters():
+            parameter.mul_(1e-3)
+    report = prune_(
+        model,
+        PruneConfig(keep=0.5, method="blocks", epochs=0),
+        calibration=[ids().clamp(max=90)],
+        progress=False,
+    )
+    assert [row.name.rpartition(".")[2] for row in report.layers[:2]] == ["2", "3"]
+    assert model.config.text_config.layer_types == ["sliding_attention", "full_attention"]
+    model.save_pretrained(tmp_path)
+    again = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    batch = ids().clamp(max=90)
+    assert torch.equal(output(again, batch), output(model, batch))
+
+
+def test_a_kind_of_layer_that_is_gone_is_said():
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    model = gemma4(num_hidden_layers=4, layer_types=types)
+    with torch.no_grad():
+        for parameter in model.model.layers[:3].parameters():
+            parameter.mul_(1e-3)
+    config = PruneConfig(keep=0.25, method="blocks", epochs=0)
+    report = prune_(model, config, calibration=[ids()], progress=False)
+    assert any(note.startswith("no sliding_attention layer is left") for note in report.notes)
+
+
+def test_experts_whose_biases_are_zero_are_pruned():
+    model = tiny("gpt-oss")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    report = prune_(model, PruneConfig(epochs=0), calibration=[ids()], progress=False)
+    assert report.after < report.before
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ([torch.randint(3, 60, (2, 4, 8))], r"cannot run on a calibration batch of .*\[2, 4, 8\]"),
+        ([{"ids": torch.randint(3, 60, (2, 8))}], r"calibration batch of .*'ids': \[2, 8\]"),
+        ([{"inputs_embeds": torch.full((2, 8, 16), torch.nan)}], "inputs_embeds has NaN or inf"),
+        ({"input_ids": torch.randint(3, 60, (2, 8))}, "calibration is a single dict, expected a l"),
+        ("texts.json", "calibration is a str, expected batches of token ids; text_of reads a file"),
+        ([[3, 4, 5]], "calibration batch is a list, .*torch.tensor makes a tensor of lists"),
+        (["some text"], "calibration batch is a str, .*use a tokenizer"),
+    ],
+)
+def test_calibration_that_is_none_is_refused_by_its_name(calibration, message):
+    with pytest.raises(ValueError, match=message):
+        prune_(tiny("llama"), PruneConfig(), calibration=calibration, progress=False)
+
+
+def test_a_mask_of_attention_that_hides_nothing_is_no_padding():
+    rows, length = ids().shape
+    batch = {"input_ids": ids(), "attention_mask": torch.zeros(rows, 1, length, length)}
+    assert prune_(tiny("llama"), PruneConfig(epochs=0), calibration=[batch], progress=False)
+
+
+def test_a_compiled_model_is_refused():
+    model = tiny("llama")
+    for compiled in (torch.compile(model), model):
+        model.compile()
+        with pytest.raises(ValueError, match="expected a model that is not compiled"):
+            prune_(compiled, PruneConfig(), calibration=[ids()], progress=False)
 
 
 def test_blocks_that_went_have_an_influence_and_no_error(monkeypatch):

@@ -12,6 +12,8 @@ def test_a_name_of_a_file_is_not_its_text(tmp_path):
     (tmp_path / "text.txt").write_text("words")
     with pytest.raises(ValueError, match=r"text_batches:.*name of a file"):
         text_batches(str(tmp_path / "text.txt"), lambda t: [1] * len(t), tokens=8)
+    with pytest.raises(ValueError, match="text_batches: text is a list, expected one string"):
+        text_batches(["words"], lambda t: [1] * len(t), tokens=8)
 
 
 @pytest.mark.parametrize("encode", [lambda t: {"input_ids": [1, 2]}, lambda t: torch.ones(4)])
@@ -55,7 +57,7 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
         )
         count = min(tokens, 64) * (tokens // 64 or 1)
         assert f"errors are measured on the {count} calibration tokens" in str(report)
-        assert ("expected thousands" in str(report)) == few
+        assert ("use 12,000 tokens or more" in str(report)) == few
     mask = torch.tensor([[1, 1, 0]])
     assert "the 2 calibration" in tokens_seen([{"input_ids": mask, "attention_mask": mask}], 1)[0]
     assert tokens_seen([{"pixel_values": mask}], 1) == []

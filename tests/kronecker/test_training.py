@@ -234,6 +234,36 @@ def test_a_teacher_of_another_size_is_refused(distill, sizes, message, tmp_path)
         train(student(), tmp_path, teacher=teacher, distill=distill)
 
 
+def test_what_a_teacher_would_freeze_or_replace_is_refused(tmp_path):
+    model = tiny("gpt2")
+    settings = arguments(tmp_path)
+    part = tiny("gpt2")
+    part.transformer.wte = model.transformer.wte
+    frozen = tiny("gpt2").requires_grad_(False)
+    smooth = arguments(tmp_path, label_smoothing_factor=0.1)
+    own = {"compute_loss_func": lambda *given, **named: 0.0}
+    for given, message in (
+        ((model, settings, {"teacher": part}), "got one with 1 parameters of the model itself"),
+        ((frozen, settings, {"teacher": part}), "expected a model with trainable parameters"),
+        ((model, smooth, {"teacher": frozen}), "expected no label_smoothing_factor with a teacher"),
+        ((model, settings, {"teacher": frozen, **own}), "expected no compute_loss_func with a"),
+        ((model, settings, {"teacher": "models/base"}), "teacher is a str, expected a loaded mod"),
+        ((model, settings, {"teacher": frozen, "distill": {}}), "distill is a dict, expected a D"),
+    ):
+        with pytest.raises(ValueError, match=f"KroneckerTrainer: .*{message}"):
+            KroneckerTrainer(given[0], given[1], train_dataset=rows(), **given[2])
+
+
+def test_a_step_without_labels_changes_nothing(tmp_path):
+    model = tiny("gpt2", **SMALL)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    unlabeled = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows()]
+    settings = arguments(tmp_path, max_steps=1)
+    KroneckerTrainer(model, settings, train_dataset=unlabeled, teacher=tiny("gpt2")).train()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+
+
 @pytest.mark.parametrize("distill", [DistillConfig(labels=0.5), DistillConfig(hidden=1.0)])
 def test_a_model_of_images_learns(distill, tmp_path):
     sizes = {

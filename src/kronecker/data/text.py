@@ -114,6 +114,8 @@ def text_batches(
     ... ]
     [torch.Size([3, 2]), torch.Size([1, 2])]
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text_batches: text is a {type(text).__name__}, expected one string")
     # file names have at most 255 bytes; asking for a longer one raises an OSError
     if len(text.encode(errors="replace")) < 250 and "\n" not in text and Path(text).is_file():
         raise ValueError(

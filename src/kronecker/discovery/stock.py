@@ -16,8 +16,24 @@ _UNSET = ("n_inner", "intermediate_size")
 Shapes = Mapping[str, torch.Size]
 
 
+def as_loaded(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config that loading a saved one gives.
+
+    Some families set or check fields by rules of their own: the last layer of Gemma 4 always has
+    full attention.
+    """
+    loaded = type(config).from_dict(config.to_dict())
+    # not stored in files, and some families have a class for each implementation
+    loaded._attn_implementation = config._attn_implementation
+    return loaded
+
+
 def stock_config(
-    cls: type[PreTrainedModel], before: PretrainedConfig, wanted: Shapes, sizes: Mapping[int, int]
+    cls: type[PreTrainedModel],
+    before: PretrainedConfig,
+    wanted: Shapes,
+    sizes: Mapping[int, int],
+    advice: str = "",
 ) -> PretrainedConfig:
     """Return a copy of a config, changed so that the class builds parameters of given shapes.
 
@@ -29,6 +45,7 @@ def stock_config(
         before: The model's config.
         wanted: The shapes of all parameters, by name.
         sizes: The new size or count for each old one.
+        advice: What to do instead, for the error message.
 
     Raises:
         ValueError: No field of the config, and no set of fields, gives these shapes.
@@ -44,7 +61,7 @@ def stock_config(
                     holder = getattr(holder, step)
                 setattr(holder, name, new)
             try:
-                shapes = parameter_shapes(empty(cls, config))
+                shapes = parameter_shapes(empty(cls, as_loaded(config)))
             # if fields do not fit together, the error depends on the model family
             except Exception:
                 continue
@@ -54,7 +71,7 @@ def stock_config(
     raise ValueError(
         f"prune_: no field of {type(before).__name__} gives {_differing(cls, before, wanted)} "
         f"(fields that hold the old size: {fields}); expected a model family whose config has such "
-        "a field; allocate='influence' drops neurons without one"
+        f"a field{advice}"
     )
 
 

@@ -124,7 +124,14 @@ def _captured(
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(hook(index), with_kwargs=True))
-        model(**without_labels(batch))
+        try:
+            model(**without_labels(batch))
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            shapes = {name: list(v.shape) for name, v in batch.items() if isinstance(v, Tensor)}
+            raise ValueError(
+                f"kronecker: {type(model).__name__} cannot run on a calibration batch of "
+                f"{shapes} ({type(error).__name__}: {error})"
+            ) from error
     return calls, first
 
 

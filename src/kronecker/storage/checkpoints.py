@@ -117,10 +117,11 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         complete_folder(new.folder, card, source=source_of(model))
 
 
-def compressed_card(model: nn.Module, call: str) -> str:
+def compressed_card(model: nn.Module, call: str, notes: Sequence[str] = ()) -> str:
     """Return the model card of a compressed model, which transformers alone cannot load."""
     load = 'Load it with `kronecker.from_pretrained("this folder")`; transformers alone cannot.'
-    return smaller_card(source_of(model), model, call, [load], library_name="model-components")
+    notes = [load, *notes]
+    return smaller_card(source_of(model), model, call, notes, library_name="model-components")
 
 
 def smaller_card(

@@ -17,6 +17,7 @@ from ..config import PruneConfig
 from ..discovery.finding import blocks_of, num_parameters
 from ..discovery.stock import (
     Changes,
+    as_loaded,
     attribute_changes,
     empty_modules,
     set_attributes_,
@@ -136,18 +137,26 @@ def config_with_blocks(
 ) -> PretrainedConfig:
     """Return the model's config with only the blocks ``stay``, also in its per-block lists."""
     config = copy.deepcopy(model.config)
-    for name, value in model.config.to_dict().items():
-        # such as Gemma 3's layer_types, which lists the kind of attention of each block; a list of
-        # token ids may have as many entries by chance
-        is_token = name.endswith(("_token_id", "_token_ids"))
-        if isinstance(value, list) and len(value) == stack.count and not is_token:
-            setattr(config, name, [value[i] for i in stay])
+    # models of images and text have a nested config for the language model, whose blocks these are
+    for holder in (config, config.get_text_config()):
+        for name, value in holder.to_dict().items():
+            # such as Gemma 3's layer_types, which lists the kind of attention of each block; a list
+            # of token ids may have as many entries by chance
+            is_token = name.endswith(("_token_id", "_token_ids"))
+            if isinstance(value, list) and len(value) == stack.count and not is_token:
+                setattr(holder, name, [value[i] for i in stay])
     shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         renamed = stack.renamed(name, stay)
         if renamed is not None:
             shapes[renamed] = parameter.shape
-    return stock_config(type(model), config, shapes, {stack.count: len(stay)})
+    sizes = {stack.count: len(stay)}
+    return stock_config(type(model), config, shapes, sizes, "; drop neurons instead")
+
+
+def kinds_of_layers(config: PretrainedConfig) -> set[str]:
+    """Return the kinds of layers that a config lists, such as full_attention."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def new_places(
@@ -172,7 +181,7 @@ def new_places(
                 if vars(module).get(place) == index:
                     changes.append((module, place, stay.index(index)))
         return changes
-    old, new = empty_modules(model, config)
+    old, new = empty_modules(model, as_loaded(config))
     for name, module in modules:
         index = stack.index(name)
         renamed = stack.renamed(name, stay)

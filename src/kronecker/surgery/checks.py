@@ -47,9 +47,9 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
         raise ValueError(
             f"{operation}: {name} is a quantized {type(module).__name__}, expected float weights"
         )
-    for p in parameters:
+    for key, p in module.named_parameters():
         # a bias may be zero; a matrix of zeros has no best approximation
-        if not torch.isfinite(p).all() or (p.dim() > 1 and not p.any()):
+        if not torch.isfinite(p).all() or not (key.endswith("bias") or p.any()):
             raise ValueError(
                 f"{operation}: {name} has a weight that is all zeros or not finite, expected "
                 "finite numbers that are not all zero"

@@ -211,7 +211,10 @@ def convert_(
             fitted = set(errors)
             for name, use in uses.items():
                 looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
-                notes.append(f"{name}: the calibration tokens look up {looked_up}")
+                notes.append(
+                    f"{name}: the calibration tokens look up {looked_up}; the error says nothing "
+                    "about the others"
+                )
             # last, because the fit above reads the original layers
             for name in configs:
                 if name in fitted:

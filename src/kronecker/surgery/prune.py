@@ -38,6 +38,7 @@ from .blocks import (
     blocks_to_keep,
     config_with_blocks,
     keep_blocks_,
+    kinds_of_layers,
     least_influential,
     new_places,
 )
@@ -52,7 +53,8 @@ from .neurons import (
 _NEURONS = "neurons"
 _UNEQUAL = (
     "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder that "
-    "kronecker.from_pretrained loads, and fold pads the MLPs to one size"
+    "kronecker.from_pretrained loads, and fold pads all MLPs to the size of the largest, which "
+    "keeps {:.0%} of its neurons"
 )
 _NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
 # number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
@@ -69,7 +71,8 @@ class PrunedLayer:
     after: int
     # relative error of the layer's outputs on calibration tokens; None for a dropped block
     error: float | None
-    # of a dropped block: 1 - the mean cosine, over tokens, of the states before and after it
+    # of the layer's block, if measured: 1 - the mean cosine, over tokens, of the states before and
+    # after it
     influence: float | None = None
 
 
@@ -99,13 +102,13 @@ class PruneReport(Report):
     def table(self) -> Table:
         """Return a table with a row for each layer and dropped block."""
         columns = ["layer", "unit", "before", "after", "error"]
-        has_blocks = any(layer.influence is not None for layer in self.layers)
-        if has_blocks:
+        has_influences = any(layer.influence is not None for layer in self.layers)
+        if has_influences:
             columns.append("influence")
         rows = []
         for one in self.layers:
             row = [one.name, one.unit, f"{one.before:,}", f"{one.after:,}", _told(one.error)]
-            if has_blocks:
+            if has_influences:
                 row.append(_told(one.influence))
             rows.append(row)
         return Table(columns, rows)
@@ -203,12 +206,17 @@ def prune_(
     check_float64("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
+    of_blocks = config.chosen_method == "blocks"
     if config.allocate == "uniform" and (smaller := resized(model)):
+        if of_blocks:
+            expected = "the original model; drop blocks before neurons"
+        else:
+            expected = "allocate='influence' for such a model"
         raise ValueError(
             f"prune_: {next(iter(smaller))} is already pruned to a size that the model's config "
-            "does not describe; expected allocate='influence' for such a model"
+            f"does not describe; expected {expected}"
         )
-    prune = _drop_blocks if config.chosen_method == "blocks" else _drop_neurons
+    prune = _drop_blocks if of_blocks else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     after = num_parameters(model)
@@ -312,21 +320,23 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     remarks = _rounded(
         walk.config, first.count, keep[first.name], f"neurons of {first.name}", near=1.0
     )
+    influences: dict[str, float] = {}
     if walk.config.allocate == "influence":
         if isinstance(model, PreTrainedModel):
             # raises for a user's own class, which from_pretrained would not find
             model_class(type(model).__name__, "prune_")
+        influences = _influence_of_each(walk, parts)
         budget = parameters_gone(parts, keep)
         if walk.config.size is not None:
             # with equal shares, more is dropped: every MLP rounds down its number of neurons
             total = num_parameters(model)
             budget = total - round(walk.config.size * total)
-        keep = neurons_by_influence(parts, budget, _influence_of_each(walk, parts), walk.config)
+        keep = neurons_by_influence(parts, budget, influences, walk.config)
         # each part may be off by less than one neuron
         count, kept = sum(p.count for p in parts), sum(keep.values())
         remarks = _rounded(walk.config, count, kept, "neurons", near=len(parts))
         if isinstance(model, PreTrainedModel) and kept < count:
-            remarks.append(_UNEQUAL)
+            remarks.append(_UNEQUAL.format(max(keep[p.name] / p.count for p in parts)))
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit, so that a family whose config has no field for the size fails early
@@ -337,7 +347,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
             own_saving_(model)
     # after the fit, so that an error during the fit leaves the model unchanged
     set_attributes_(changes)
-    return _rows(done, parts, keep), remarks
+    return _rows(done, parts, keep, influences), remarks
 
 
 def _stock_changes(
@@ -348,7 +358,9 @@ def _stock_changes(
     for part in parts:
         shapes |= part.shapes(keep[part.name])
     sizes = {p.count: keep[p.name] for p in parts}
-    return attribute_changes(model, stock_config(type(model), model.config, shapes, sizes))
+    advice = "; allocate='influence' drops neurons without one"
+    config = stock_config(type(model), model.config, shapes, sizes, advice)
+    return attribute_changes(model, config)
 
 
 def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
@@ -362,9 +374,11 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     _, influences = walk.influences(parts)
     gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
+    lost: set[str] = set()
     if isinstance(model, PreTrainedModel) and gone:
         # raises before the fit if no config has so few blocks
         new_config = config_with_blocks(model, stack, stay)
+        lost = kinds_of_layers(model.config) - kinds_of_layers(new_config)
     else:
         new_config = None
     places = new_places(model, stack, stay, new_config)
@@ -382,19 +396,26 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         done = walk.fit(walk.fitting(left, counts), stay, dropped)
     if gone:
         keep_blocks_(model, stack, stay, new_config, places)
-    rows += _rows(done, left, counts)
-    return rows, _rounded(walk.config, stack.count, keep, "blocks")
+    rows += _rows(done, left, counts, {})
+    notes = _rounded(walk.config, stack.count, keep, "blocks")
+    for kind in sorted(lost):
+        notes.append(f"no {kind} layer is left, without which some families cannot generate text")
+    return rows, notes
 
 
 def _rows(
-    done: Mapping[str, Fitted], parts: Sequence[PrunablePart], keep: Mapping[str, int]
+    done: Mapping[str, Fitted],
+    parts: Sequence[PrunablePart],
+    keep: Mapping[str, int],
+    influences: Mapping[str, float],
 ) -> list[PrunedLayer]:
     """Return a row for each part that was fitted."""
     counts = {p.name: p.count for p in parts}
     rows = []
     for name, fitted in done.items():
         error = fitted.error**0.5
-        rows.append(PrunedLayer(name, _NEURONS, counts[name], keep[name], error))
+        influence = influences.get(name)
+        rows.append(PrunedLayer(name, _NEURONS, counts[name], keep[name], error, influence))
     return rows
 
 

@@ -69,7 +69,14 @@ class KroneckerTrainer(StepTrainer):
         **options: Unpack[TrainerOptions],
     ):
         _check_models(model, teacher, distill)
+        if teacher is not None:
+            _check_own_losses(args, options)
         learning = {p.dtype for p in model.parameters() if p.requires_grad}
+        if not learning:
+            raise ValueError(
+                "KroneckerTrainer: expected a model with trainable parameters, got one that is "
+                "frozen, such as a copy of a teacher; call model.requires_grad_(True)"
+            )
         if half := next((d for d in learning if d in (torch.bfloat16, torch.float16)), None):
             warnings.warn(
                 f"KroneckerTrainer: trainable weights have dtype {half}, in which small updates "
@@ -275,7 +282,15 @@ def _shape_of_tokens(
     return len(outputs[0]), 1
 
 
-def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) -> None:
+def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
+    if teacher is not None and not isinstance(teacher, nn.Module):
+        raise ValueError(
+            f"KroneckerTrainer: teacher is a {type(teacher).__name__}, expected a loaded model"
+        )
+    if distill is not None and not isinstance(distill, DistillConfig):
+        raise ValueError(
+            f"KroneckerTrainer: distill is a {type(distill).__name__}, expected a DistillConfig"
+        )
     if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
         raise ValueError(
             f"KroneckerTrainer: {type(model).__name__} has no compressed layer, expected one "
@@ -283,10 +298,28 @@ def _check_models(model: nn.Module, teacher: nn.Module | None, distill: object) 
         )
     if distill is not None and teacher is None:
         raise ValueError("KroneckerTrainer: expected a teacher for distill, got None")
-    if teacher is model:
+    if teacher is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    # the teacher is frozen, and with it what the model shares
+    shared = [name for name, parameter in teacher.named_parameters() if id(parameter) in own]
+    if shared:
         raise ValueError(
-            "KroneckerTrainer: expected the original model, loaded again, as the teacher, got the "
-            "model itself"
+            "KroneckerTrainer: expected the original model, loaded again, as the teacher, got one "
+            f"with {len(shared)} parameters of the model itself, such as {shared[0]}"
+        )
+
+
+def _check_own_losses(args: TrainingArguments, options: TrainerOptions) -> None:
+    """Check that no loss of `Trainer`'s is set, since distillation computes its own."""
+    own = []
+    if options.get("compute_loss_func") is not None:
+        own.append("compute_loss_func")
+    if args.label_smoothing_factor:
+        own.append("label_smoothing_factor")
+    if own:
+        raise ValueError(
+            f"KroneckerTrainer: expected no {own[0]} with a teacher, whose loss DistillConfig sets"
         )
 
 

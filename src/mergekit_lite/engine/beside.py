@@ -16,7 +16,7 @@ import yaml
 from model_components._folders import write_json
 from model_components._formats import reading, stamp
 from model_components._hub import cached_commit, hub_id
-from model_components._model_folders import PROCESSOR_FILES, card_of
+from model_components._model_folders import card_of, copy_companions
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
@@ -27,7 +27,7 @@ from ..vocabulary import copy_tokenizer
 
 MANIFEST = "merge_manifest.json"
 # files in a model's folder that are always copied, because they contain no code
-_COPIED = ("generation_config.json", *PROCESSOR_FILES)
+_COPIED = ("generation_config.json",)
 # files in a model's folder that transformers may run
 _CODE = ("modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py")
 
@@ -75,6 +75,7 @@ def write_beside(plan: MergePlan, folder: Path, trust_remote_code: bool) -> None
     donor = _donor_folder(plan)
     patterns = (*_COPIED, *_CODE) if trust_remote_code else _COPIED
     if donor is not None:
+        copy_companions(donor, folder)
         for pattern in patterns:
             for path in donor.glob(pattern):
                 # files in a hub cache are links, so copy their contents

@@ -192,14 +192,14 @@ def prune(
 
 
 def _measuring(loaded: object, model: str, out: Path) -> str:
-    """Return a hint how to measure the loss of a language model, else an empty string."""
+    """Return a hint on how to measure a language model's loss; empty for other models."""
     if "CausalLM" not in type(loaded).__name__ and "LMHead" not in type(loaded).__name__:
         return ""
     return f"; measure its loss: model-components compare {model} {out} --text FILE"
 
 
 def _calibrated_on(rows: Sequence[Tensor], file: Path | None) -> list[str]:
-    """Return a sentence for the model card."""
+    """Return the model card's notes on calibration; empty without a calibration file."""
     if file is None:
         return []
     return [f"Calibrated on {sum(row.numel() for row in rows):,} tokens of `{file.name}`."]
@@ -340,8 +340,8 @@ def compare(
         stride: Number of tokens from the start of one window to the start of the next. It must be
             below --context, so that windows overlap; default: windows do not overlap.
         tokens: Number of tokens to read from each text.
-        reading: Flags for turning text into tokens. The default is the tokenizer of the first
-            model. Models whose own tokenizers split the text differently cause an error.
+        reading: Flags for turning text into tokens. The default tokenizer is the first model's.
+            Models whose own tokenizers split the text differently cause an error.
         device: Device to run on, such as cpu or cuda.
     """
     import torch

@@ -204,7 +204,7 @@ class PruneConfig(CheckedConfig):
             kronecker.from_pretrained. Not available with method=blocks.
         multiple_of: Round the number of neurons to a multiple of this number. The neurons of
             experts are also rounded to a multiple of 8.
-        ridge: Ridge penalty of the least squares, as a fraction of the inputs' mean second moment.
+        ridge: Ridge penalty in least squares, as a fraction of the inputs' mean second moment.
             The penalty pulls the fit toward the original matrix.
 
     Raises:

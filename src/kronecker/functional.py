@@ -75,8 +75,9 @@ def kron_linear(
     For the backward pass, ``"b_first"`` and ``"rebuild"`` save x and the factors, and ``"a_first"``
     also saves x Aᵀ, (tokens, r I2 O1). Plain torch operations, which save all intermediate results,
     run in three cases: if torch traces the call (`torch.compile`, `torch.export`), if it transforms
-    the call (`torch.func`), and with ``order="auto"`` for one term whose sides are all 16 or more.
-    For a traced graph, ``"auto"`` chooses the order that is cheapest for many tokens.
+    the call (`torch.func`), and with ``order="auto"`` for one term whose A and B have 16 or more
+    rows and columns. For a traced graph, ``"auto"`` chooses the order that is cheapest for many
+    tokens.
 
     Args:
         x: Input, (*B, I1 I2).
@@ -87,9 +88,10 @@ def kron_linear(
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
         impl: ``"reference"`` builds the weight with `torch.kron`. ``"eager"`` runs torch
             operations. ``"fused"`` runs a Triton kernel, which needs a GPU of compute capability
-            8.0 or higher, one term, sides from 16 to 128, and float16 or bfloat16. Below 9.0 its
-            backward pass is eager. ``"auto"`` is fused if `model_components.measure_kernels` found
-            the kernel correct and faster on this kind of device, else eager.
+            8.0 or higher, one term, A and B with 16 to 128 rows and columns, and float16 or
+            bfloat16. On GPUs below 9.0 its backward pass is eager. ``"auto"`` is fused if
+            `model_components.measure_kernels` found the kernel correct and faster on this kind of
+            device, else eager.
 
     Returns:
         The output (*B, O1 O2), in the dtype of x, or in autocast's dtype.

@@ -275,7 +275,7 @@ def _solve(normal: Tensor, right: Tensor) -> Tensor:
 
 
 def correct_bias(moments: Moments, weight: Tensor) -> Tensor:
-    """Return the bias that makes the mean of the outputs equal the targets': E[y] - Ŵ E[x]."""
+    """Return the bias with which outputs and targets have the same mean: E[y] - Ŵ E[x]."""
     n = max(1, moments.count)
     return (moments.sum_y - weight.double() @ moments.sum_x) / n
 

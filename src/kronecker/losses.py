@@ -104,8 +104,8 @@ def token_loss(
     if config.labels:
         if labels is None:
             raise ValueError(
-                "KroneckerTrainer: expected labels in the batch, because DistillConfig.labels is "
-                "above 0, got none"
+                "KroneckerTrainer: DistillConfig.labels is above 0, so expected labels in the "
+                "batch, got none"
             )
         total = total + config.labels * F.cross_entropy(
             student, labels.reshape(-1), reduction="sum"
@@ -125,7 +125,7 @@ def token_errors(student: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
 
 
 def _check_width(kind: str, student: Tensor, teacher: Tensor) -> None:
-    """Check that outputs of the student and the teacher have equally many values a token."""
+    """Check that the student and the teacher have the same number of values per token."""
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
             f"KroneckerTrainer: the student's {kind} have {student.shape[-1]} values per token and "

@@ -338,7 +338,7 @@ def _first_ids(batches: Sequence[object]) -> Tensor:
     if not isinstance(ids, Tensor):
         raise ValueError(
             "compare: the first text has no batch of token ids, expected one or more; text_batches "
-            "makes batches of text"
+            "makes batches from text"
         )
     return ids
 

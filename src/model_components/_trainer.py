@@ -325,7 +325,7 @@ class StepTrainer(Trainer):
         if num_items_in_batch is None:
             return loss
         # the mean times its items is a sum, so the parts of a step add up to the step's mean
-        # a step of only prompts has no items, and a loss of 0
+        # a step with only prompts has no items and a loss of 0
         return loss * items / max(num_items_in_batch, 1) * self.processes_of_mean()
 
     def unwrapped(self) -> Any:

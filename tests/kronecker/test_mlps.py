@@ -196,7 +196,9 @@ def test_a_model_that_cannot_be_run_is_refused():
 def test_influence_takes_blocks_of_one_list():
     model = family("BartForConditionalGeneration")
     config = PruneConfig(keep=0.5, allocate="influence")
-    with pytest.raises(ValueError, match=r"influence takes two or more blocks in one list"):
+    with pytest.raises(
+        ValueError, match=r"to measure influence, expected two or more blocks in one list"
+    ):
         prune_(model, config, calibration=[calibration(model)], progress=False)
 
 

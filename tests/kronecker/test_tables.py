@@ -187,7 +187,11 @@ def test_neurons_go_before_a_table_does(tmp_path):
 @pytest.mark.parametrize(
     ("calibration", "config", "message"),
     [
-        (None, LowRankConfig(), "is fitted to data"),
+        (
+            None,
+            LowRankConfig(),
+            "expected calibration= with batches of token ids for LowRankConfig",
+        ),
         ([ids()], LowRankConfig(rank=17), r"convert_:.*17.*weight"),
         (
             [{"inputs_embeds": torch.ones(1, 3, 16)}],

@@ -57,7 +57,7 @@ def test_reports_say_on_how_many_tokens_errors_are_measured_and_whether_that_is_
         )
         count = min(tokens, 64) * (tokens // 64 or 1)
         assert f"errors are measured on the {count} calibration tokens" in str(report)
-        assert ("use 12,000 tokens or more" in str(report)) == few
+        assert ("per unknown of a fit; use" in str(report)) == few
     mask = torch.tensor([[1, 1, 0]])
     assert "the 2 calibration" in tokens_seen([{"input_ids": mask, "attention_mask": mask}], 1)[0]
     assert tokens_seen([{"pixel_values": mask}], 1) == []

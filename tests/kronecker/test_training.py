@@ -243,7 +243,7 @@ def test_what_a_teacher_would_freeze_or_replace_is_refused(tmp_path):
     smooth = arguments(tmp_path, label_smoothing_factor=0.1)
     own = {"compute_loss_func": lambda *given, **named: 0.0}
     for given, message in (
-        ((model, settings, {"teacher": part}), "got one with 1 parameters of the model itself"),
+        ((model, settings, {"teacher": part}), "got one that shares 1 parameters with the model"),
         ((frozen, settings, {"teacher": part}), "expected a model with trainable parameters"),
         ((model, smooth, {"teacher": frozen}), "expected no label_smoothing_factor with a teacher"),
         ((model, settings, {"teacher": frozen, **own}), "expected no compute_loss_func with a"),

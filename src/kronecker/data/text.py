@@ -103,8 +103,8 @@ def text_batches(
         Tensors of int64 token ids.
 
     Raises:
-        ValueError: The text is a file's name or has fewer than two tokens, a number is too small,
-            or ``encode`` does not return token ids.
+        ValueError: The text is no string, is a file's name or has fewer than two tokens, a number
+            is too small, or ``encode`` does not return token ids.
 
     >>> [
     ...     b.shape

@@ -33,7 +33,7 @@ def convertible(module: nn.Module) -> bool:
 
 
 def _refuse_special(name: str, module: nn.Module) -> None:
-    """Raise a ValueError for a stack of experts, and for linear layers that are not plain ones."""
+    """Raise a ValueError for experts, or for a linear layer or embedding that is not plain."""
     if is_experts(module):
         raise ValueError(
             f"convert_: {name} is a stack of experts, expected linear layers and embeddings; to "
@@ -66,7 +66,7 @@ def resolve(
     A single config applies to the layers of MLPs or, with a ``filter_fn``, to the layers that this
     function accepts. The last layer of each MLP gets the transposed shapes.
     In a map, the first pattern (`fnmatch`) that matches a layer's name gives its config. ``batch``
-    holds arguments with which the MLPs of a model that reads neither tokens nor images are found.
+    holds arguments to run the model with, needed if it reads neither tokens nor images.
     """
     if isinstance(config, Config):
         return _resolve_one(model, config, filter_fn, batch)

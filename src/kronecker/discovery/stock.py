@@ -17,13 +17,13 @@ Shapes = Mapping[str, torch.Size]
 
 
 def as_loaded(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config that loading a saved one gives.
+    """Return a config as it is after saving and loading.
 
-    Some families set or check fields by rules of their own: the last layer of Gemma 4 always has
-    full attention.
+    Loading applies each family's own rules, which set or check fields: for example, the last layer
+    of Gemma 4 always has full attention.
     """
     loaded = type(config).from_dict(config.to_dict())
-    # not stored in files, and some families have a class for each implementation
+    # files do not store the attention implementation; some families have a class for each
     loaded._attn_implementation = config._attn_implementation
     return loaded
 

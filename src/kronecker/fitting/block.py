@@ -222,8 +222,9 @@ class Block:
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]]]:
         """Run the block; return its output, and three tensors for each MLP and single layer.
 
-        By the name of an MLP's last layer, or of a single layer, the three tensors are the input,
-        the last layer's input and the output. For a single layer, the first two are the same.
+        The keys are the names of the MLPs' last layers and of the single layers. The tensors are
+        the input, the last layer's input and the output; for a single layer, the first two are the
+        same.
         """
         inputs: dict[str, Tensor] = {}
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}

@@ -129,8 +129,8 @@ def _captured(
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             shapes = {name: list(v.shape) for name, v in batch.items() if isinstance(v, Tensor)}
             raise ValueError(
-                f"kronecker: {type(model).__name__} cannot run on a calibration batch of "
-                f"{shapes} ({type(error).__name__}: {error})"
+                f"kronecker: {type(model).__name__} cannot run on a calibration batch with the "
+                f"shapes {shapes} ({type(error).__name__}: {error})"
             ) from error
     return calls, first
 

@@ -47,8 +47,8 @@ def fit_expert_neurons(
 
     Returns:
         The stack's new parameters by name, the squared relative error of all experts together, and
-        whether for some expert a few tokens have most of the squared outputs by which the error is
-        divided.
+        whether, for some expert, a few tokens make up most of the sum of squared outputs by which
+        the error is divided.
     """
     layout = layout_of(module)
     new: dict[str, list[Tensor]] = {name: [] for name in (*layout.matrices, *layout.biases)}

@@ -71,7 +71,7 @@ def _started(
     *,
     sorted_neurons: bool,
 ) -> MlpWeights:
-    """Return initial factors of each matrix, those of the last matrix computed after the others."""
+    """Return initial factors of each matrix; the last matrix's factors are computed last."""
     is_kronecker = any(isinstance(c, KroneckerConfig) for c in configs.values())
     small = replace(
         weights, ups=[], up_biases=[], build=build if is_kronecker else lambda a, b: b @ a

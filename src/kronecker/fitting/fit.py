@@ -34,10 +34,10 @@ from .neurons import fit_neurons
 _REMARKS = {
     "unknown": "fitted in closed form only, since the function between the MLP's matrices is not "
     "known",
-    "few": "a few tokens (attention sinks) have more than half of the squared outputs by which "
-    "the relative error is divided, so the error says little about the other tokens",
+    "few": "a few tokens (attention sinks) make up more than half of the sum of squared outputs by "
+    "which the relative error is divided, so the error says little about the other tokens",
     "alone": "not fitted to replace the blocks that were dropped after it, since its output is not "
-    "added to the output of its block as it is",
+    "added unchanged to the output of its block",
 }
 
 

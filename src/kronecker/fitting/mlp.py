@@ -37,7 +37,7 @@ def _itself(weight: Tensor) -> Tensor:
 
 @dataclass
 class MlpWeights:
-    """An MLP's weights (out, in) in float32, for the time of a fit.
+    """An MLP's weights (out, in) in float32, during a fit.
 
     A weight is stored as its factors or as a dense matrix.
     """

@@ -198,8 +198,8 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         rank: Number of terms r, or the share of the dense weight's parameters to use, between 0 and
             1.
         a_shape: Shape (O1, I1) of every A.
-        b_shape: Shape (O2, I2) of every B. Give one of the two shapes, or neither: A's sizes are
-            then the divisors nearest to the square roots of O and I.
+        b_shape: Shape (O2, I2) of every B. Give at most one of the two shapes. If neither is given,
+            A's sizes are the divisors nearest to the square roots of O and I.
         scales: Whether there is a trainable scale s_r for each term.
         bias: Whether there is a bias.
         dtype: Dtype of the parameters.

@@ -241,8 +241,8 @@ def _check_convertible(model: nn.Module) -> None:
     """Raise a ValueError in inference mode, or for a model whose layers cannot be replaced."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "convert_: expected a call outside torch.inference_mode, in which new weights could "
-            "not be trained later"
+            "convert_: expected a call outside torch.inference_mode, since weights that are "
+            "created in it cannot be trained later"
         )
     check_model("convert_", model)
     check_float64("convert_", model)
@@ -282,8 +282,8 @@ def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Iterable[Config]
     fitted = next(chain(of_parts, of_tables), None)
     if fitted is not None:
         raise ValueError(
-            f"convert_: {fitted} is fitted to data, expected calibration= with batches of token "
-            "ids, got None; give batches, or choose another init"
+            f"convert_: expected calibration= with batches of token ids for {fitted}, got None; "
+            "give batches, or choose an init that needs no data"
         )
 
 
@@ -342,7 +342,7 @@ def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[
         if name in other_sizes:
             raise ValueError(
                 f"convert_: {name} was already pruned by an earlier call; expected the original "
-                "model, loaded again, with all changes to a layer in one call"
+                "model, loaded again"
             )
 
 

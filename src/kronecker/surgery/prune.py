@@ -53,8 +53,8 @@ from .neurons import (
 _NEURONS = "neurons"
 _UNEQUAL = (
     "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder that "
-    "kronecker.from_pretrained loads, and fold pads all MLPs to the size of the largest, which "
-    "keeps {:.0%} of its neurons"
+    "only kronecker.from_pretrained loads, and fold pads all MLPs to the size of the largest, "
+    "which keeps {:.0%} of its neurons"
 )
 _NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
 # number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
@@ -150,7 +150,7 @@ def prune_(
     different sizes, and only `kronecker.from_pretrained` loads the model.
 
     ``method="best"`` works block by block, on each MLP's inputs in the smaller model. It drops the
-    neurons whose loss the other neurons can best compensate (optimal brain surgeon). Then it fits
+    neurons that the other neurons can best replace (optimal brain surgeon). Then it fits
     the MLP's last matrix in closed form, and finally all of the MLP's matrices by gradient descent
     on the same error. The target is the original MLP's output plus the error that the residual
     stream has accumulated so far. ``method="fast"`` chooses neurons and fits in closed form, on
@@ -222,8 +222,8 @@ def prune_(
     after = num_parameters(model)
     if config.size is not None and after / before < config.size - _NEAR:
         notes.append(
-            f"{after / before:.1%} of the parameters are kept, instead of {config.size:.1%} as "
-            "requested"
+            f"{after / before:.1%} of the parameters are kept, instead of the requested "
+            f"{config.size:.1%}"
         )
     return PruneReport(tuple(rows), before, after, (*walk.notes, *notes))
 
@@ -277,9 +277,9 @@ class _Walk:
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    "prune_: influence takes two or more blocks in one list, each of which reads "
-                    f"the output of the block before it, got {type(self.model).__name__} without "
-                    "such a list"
+                    "prune_: to measure influence, expected two or more blocks in one list, each "
+                    "of which reads the output of the block before it, got "
+                    f"{type(self.model).__name__} without such a list"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)
@@ -399,7 +399,7 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     rows += _rows(done, left, counts, {})
     notes = _rounded(walk.config, stack.count, keep, "blocks")
     for kind in sorted(lost):
-        notes.append(f"no {kind} layer is left, without which some families cannot generate text")
+        notes.append(f"no {kind} layer is left; some families cannot generate text without one")
     return rows, notes
 
 
@@ -449,15 +449,15 @@ def _rounded(
     if exact:
         return []
     return [
-        f"{keep} of {count} {what} are kept, {keep / count:.1%} instead of {config.share:.1%} as "
-        "requested"
+        f"{keep} of {count} {what} are kept, {keep / count:.1%} instead of the requested "
+        f"{config.share:.1%}"
     ]
 
 
 def _refuse(model: nn.Module) -> None:
     """Raise a ValueError if the model cannot be pruned.
 
-    This is so in inference mode, for a compressed model, and for a module that contains a
+    A model cannot be pruned in inference mode, if it is compressed, or if it contains a
     transformers model without being one.
     """
     if torch.is_inference_mode_enabled():

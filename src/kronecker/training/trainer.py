@@ -36,8 +36,8 @@ class KroneckerTrainer(StepTrainer):
     ``learning_rate`` and ``weight_decay`` apply to the factors.
 
     Args:
-        model: A model with compressed layers. With a teacher, the model can be any with the
-            teacher's vocabulary, such as a pruned one.
+        model: A model with compressed layers or, with a teacher, any model with the teacher's
+            vocabulary, such as a pruned one.
         args: The `TrainingArguments`.
         train_dataset: Examples with ``input_ids``, and with ``labels`` if the loss uses them.
         teacher: The original model, which is frozen and set to evaluation mode.
@@ -49,8 +49,8 @@ class KroneckerTrainer(StepTrainer):
 
     Raises:
         ValueError: There is neither a compressed layer nor a teacher, ``distill`` is given without
-            a teacher, the teacher is the model itself, or ``distill`` compares hidden states that
-            do not correspond.
+            a teacher, the teacher shares parameters with the model, or ``distill`` compares hidden
+            states that do not correspond.
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
@@ -301,17 +301,17 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
     if teacher is None:
         return
     own = {id(parameter) for parameter in model.parameters()}
-    # the teacher is frozen, and with it what the model shares
+    # freezing the teacher also freezes the parameters that it shares with the model
     shared = [name for name, parameter in teacher.named_parameters() if id(parameter) in own]
     if shared:
         raise ValueError(
             "KroneckerTrainer: expected the original model, loaded again, as the teacher, got one "
-            f"with {len(shared)} parameters of the model itself, such as {shared[0]}"
+            f"that shares {len(shared)} parameters with the model, such as {shared[0]}"
         )
 
 
 def _check_own_losses(args: TrainingArguments, options: TrainerOptions) -> None:
-    """Check that no loss of `Trainer`'s is set, since distillation computes its own."""
+    """Check that no option of `Trainer` changes the loss, which distillation computes."""
     own = []
     if options.get("compute_loss_func") is not None:
         own.append("compute_loss_func")
@@ -319,7 +319,7 @@ def _check_own_losses(args: TrainingArguments, options: TrainerOptions) -> None:
         own.append("label_smoothing_factor")
     if own:
         raise ValueError(
-            f"KroneckerTrainer: expected no {own[0]} with a teacher, whose loss DistillConfig sets"
+            f"KroneckerTrainer: expected no {own[0]} with a teacher, as DistillConfig sets the loss"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from model_components._checks import CheckedConfig, Range, Whole, problem
 
-Init = Literal["sequential", "van_loan", "van_loan_normalized", "prune", "random"]
+Init = Literal["sequential", "van_loan", "prune", "random"]
 LowRankInit = Literal["sequential", "svd"]
 Method = Literal["best", "fast", "blocks"]
 Allocation = Literal["uniform", "influence"]
@@ -32,9 +32,8 @@ class KroneckerConfig(CheckedConfig):
         scales: Whether each term has a trainable scale s_r.
         init: ``"sequential"`` fits the factors to calibration data, block by block, on the layer's
             inputs in the smaller model. The other methods need no data. ``"van_loan"`` gives the
-            sum nearest to the weight, and ``"van_loan_normalized"`` rescales that sum to the norm
-            of the weight. ``"prune"`` takes selected rows and columns of the weight. ``"random"``
-            draws new factors.
+            sum nearest to the weight. ``"prune"`` takes selected rows and columns of the weight.
+            ``"random"`` draws new factors.
         keep: The rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
             the position (row, column) within B.
         rounds: The number of rounds of alternating least squares in a sequential fit.

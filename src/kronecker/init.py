@@ -90,9 +90,7 @@ def random(
     return Factors(a.to(dtype), b.to(dtype), float("nan"))
 
 
-def van_loan(
-    weight: Tensor, b_shape: tuple[int, int], rank: int = 1, *, normalize: bool = False
-) -> Factors:
+def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1) -> Factors:
     """Return the sum of ``rank`` Kronecker products that is nearest to a weight.
 
     The sum is the truncated SVD of the rearranged weight, computed in float64 from the eigenvectors
@@ -104,8 +102,6 @@ def van_loan(
         b_shape: The shape (O2, I2) of every B.
         rank: Number of terms, at most the number of elements of the smaller factor. With that many
             terms, the result is exact.
-        normalize: Multiply the result Ŵ by ‖W‖ / ‖Ŵ‖, so that the norm of the weight is kept
-            (Krony-PT, arXiv 2412.12351).
 
     Raises:
         ValueError: ``b_shape`` does not divide the weight's shape, ``rank`` is out of range, or the
@@ -139,8 +135,6 @@ def van_loan(
     ).view(-1, 1, 1)
     a = a * sign
     b = b * sign
-    if normalize:
-        a = a * (weight.double().norm() / build(a, b).norm())
     return Factors(a.to(weight.dtype), b.to(weight.dtype), relative_error(weight, build(a, b)))
 
 

@@ -36,9 +36,7 @@ def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
     return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)
 
 
-def van_loan(
-    weight: Tensor, b_shape: tuple[int, int], rank: int, normalize: bool = False
-) -> Tensor:
+def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int) -> Tensor:
     """Return the sum of ``rank`` Kronecker products nearest to a weight, as a dense weight.
 
     Source: Van Loan and Pitsianis 1993.
@@ -47,10 +45,7 @@ def van_loan(
     u, s, v = torch.linalg.svd(rearranged(weight, b_shape), full_matrices=False)
     # each pair of singular vectors of R(W) is one term: the left vector is A, the right one is B
     a = (u[:, :rank] * s[:rank]).T.reshape(rank, o // o2, i // i2)
-    nearest = kron_weight(a, v[:rank].reshape(rank, o2, i2))
-    if normalize:
-        return nearest * (weight.norm() / nearest.norm())
-    return nearest
+    return kron_weight(a, v[:rank].reshape(rank, o2, i2))
 
 
 def prune(weight: Tensor, b_shape: tuple[int, int], keep: tuple[int, int]) -> Tensor:

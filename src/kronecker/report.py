@@ -223,26 +223,9 @@ def compare(
             are mixed with other models, the models have too few positions to generate, a token is
             not in a model's vocabulary, or models are neither language models nor text encoders.
     """
-    if not isinstance(models, Mapping):
-        raise ValueError(
-            f"compare: models is a {type(models).__name__}, expected a dict of models by name"
-        )
-    if not models or not texts:
-        raise ValueError(
-            f"compare: got {len(models)} models and {len(texts)} texts, expected one or more of "
-            "each"
-        )
+    _check_compared(models, texts, runs, new)
     generates = _all_generate(models)
-    if runs < 1 or (generates and new < 1):
-        raise ValueError(f"compare: runs is {runs} and new is {new}, expected 1 or more for both")
-    positions = [p for p in map(positions_of, models.values()) if p]
-    # all models generate the same number of tokens, so that their speeds can be compared
-    new = min([new, *(p - _PROMPT for p in positions)])
-    if generates and new < 1:
-        raise ValueError(
-            f"compare: a model accepts only {min(positions)} tokens, expected more than {_PROMPT}, "
-            "the length of the prompt"
-        )
+    new = _tokens_to_generate(models, new) if generates else 0
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
@@ -253,7 +236,7 @@ def compare(
     else:
         perplexities = {name: {} for name in models}
         cosines = _cosines(models, named)
-    times = _median_seconds(models, ids, new if generates else 0, runs)
+    times = _median_seconds(models, ids, new, runs)
     rows = []
     for name, model in models.items():
         forward, generate = times[name]
@@ -269,6 +252,33 @@ def compare(
             )
         )
     return Comparison(tuple(rows))
+
+
+def _check_compared(models: object, texts: Any, runs: int, new: int) -> None:
+    if not isinstance(models, Mapping):
+        raise ValueError(
+            f"compare: models is a {type(models).__name__}, expected a dict of models by name"
+        )
+    if not models or not texts:
+        raise ValueError(
+            f"compare: got {len(models)} models and {len(texts)} texts, expected one or more of "
+            "each"
+        )
+    if runs < 1 or new < 1:
+        raise ValueError(f"compare: runs is {runs} and new is {new}, expected 1 or more for both")
+
+
+def _tokens_to_generate(models: Mapping[str, nn.Module], new: int) -> int:
+    """Return ``new``, or as many tokens as all models have positions for after the prompt."""
+    # all models generate the same number of tokens, so that their speeds can be compared
+    positions = [p for p in map(positions_of, models.values()) if p]
+    new = min([new, *(p - _PROMPT for p in positions)])
+    if new < 1:
+        raise ValueError(
+            f"compare: a model accepts only {min(positions)} tokens, expected more than {_PROMPT}, "
+            "the length of the prompt"
+        )
+    return new
 
 
 def _perplexities(

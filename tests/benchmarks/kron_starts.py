@@ -29,7 +29,6 @@ SETTINGS = {
 STARTS = {
     "random": {"init": "random"},
     "van_loan": {"init": "van_loan"},
-    "van_loan_normalized": {"init": "van_loan_normalized"},
     "prune": {"init": "prune"},
     "sequential, epochs=0": {"epochs": 0},
     "sequential": {},

@@ -19,18 +19,16 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("shape", "b_shape", "rank"), SHAPES)
-def test_van_loan_is_the_truncated_svd(shape, b_shape, rank, normalize):
+def test_van_loan_is_the_truncated_svd(shape, b_shape, rank):
     def fast(weight):
-        return van_loan(weight, b_shape, rank, normalize=normalize).weight()
+        return van_loan(weight, b_shape, rank).weight()
 
     def dense(weight):
-        return reference.van_loan(weight, b_shape, rank, normalize)
+        return reference.van_loan(weight, b_shape, rank)
 
-    name = "van_loan, normalized" if normalize else "van_loan"
     judge(
-        name,
+        "van_loan",
         "eager",
         fast,
         dense,
@@ -49,13 +47,6 @@ def test_as_many_terms_as_the_smaller_factor_has_elements_are_exact(shape, b_sha
     )
     assert found.error < 1e-7
     torch.testing.assert_close(found.weight(), made(*shape, dtype=torch.float64))
-
-
-def test_normalized_keeps_the_norm():
-    weight = made(9, 12)
-    torch.testing.assert_close(
-        van_loan(weight, (3, 3), normalize=True).weight().norm(), weight.norm()
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -118,12 +118,7 @@ def fit_(
         gone = list(takewhile(lambda b: b.name in dropped, blocks[index + 1 :]))
         # before any of this block's layers changes
         theirs = _run_originals(block, gone, theirs, one_pass)
-        silent = [n for n in block.singles if n not in block.ran]
-        if silent:
-            raise ValueError(
-                f"{operation}: expected calibration data with tokens that reach {silent[0]}, got "
-                "none"
-            )
+        _check_reached(block, operation)
         given = before if one_pass else ours
         # in the order they run, so that later parts of a block get inputs from refitted parts
         for part in map(by_name.__getitem__, block.ran):
@@ -138,6 +133,14 @@ def fit_(
         if not one_pass:
             ours = block.outputs(ours)
     return done
+
+
+def _check_reached(block: Block, operation: str) -> None:
+    silent = [name for name in block.singles if name not in block.ran]
+    if silent:
+        raise ValueError(
+            f"{operation}: expected calibration data with tokens that reach {silent[0]}, got none"
+        )
 
 
 def _run_originals(

@@ -260,9 +260,8 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         Args:
             linear: The layer, which is not changed.
             init: ``"van_loan"`` gives the Kronecker sum closest to the weight, in the Frobenius
-                norm. ``"van_loan_normalized"`` rescales this sum to the norm of the weight.
-                ``"prune"`` takes selected rows and columns of the weight. ``"random"`` draws new
-                factors. ``"fitted"`` minimizes the error of the outputs on ``inputs``, and also
+                norm. ``"prune"`` takes selected rows and columns of the weight. ``"random"`` draws
+                new factors. ``"fitted"`` minimizes the error of the outputs on ``inputs``, and also
                 corrects the bias.
             rank: Number of terms, or a share of the weight's parameters, as in the class.
             a_shape: Shape (O1, I1) of every A.

@@ -248,10 +248,8 @@ def start(
     if name == "random":
         # pyrefly: ignore[bad-argument-type]: a matrix has two sizes
         return init.random(tuple(weight.shape), b_shape, config.rank, dtype=weight.dtype)
-    if name.startswith("van_loan") or (name != "prune" and config.rank > 1):
-        factors = init.van_loan(
-            weight, b_shape, config.rank, normalize=name == "van_loan_normalized"
-        )
+    if name == "van_loan" or (name != "prune" and config.rank > 1):
+        factors = init.van_loan(weight, b_shape, config.rank)
     else:
         factors = init.prune(weight, b_shape, keep=config.keep)
         if config.rank > 1:  # the other terms approximate what the first term leaves of the weight

@@ -178,12 +178,7 @@ def convert_(
     KroneckerLinear(16 to 4, 1 x (4, 8) ⊗ (1, 2), 53.1% of the dense weight)
     """
     _check_convertible(model)
-    for one in config.values() if isinstance(config, Mapping) else [config]:
-        if not isinstance(one, Config):
-            raise ValueError(
-                f"convert_: config is a {type(one).__name__}, expected a KroneckerConfig or a "
-                "LowRankConfig, or a map from patterns to them; to drop neurons, call prune_"
-            )
+    _check_types(config)
     data = [] if calibration is None else batches(calibration, model, "convert_")
     configs = resolve(model, config, filter_fn, data[0] if data else None)
     tied = tied_modules(model)
@@ -251,6 +246,16 @@ def _check_convertible(model: nn.Module) -> None:
             f"convert_: the model is a single {type(model).__name__}, expected a model that "
             "contains the layer; for one layer, use from_linear or from_embedding"
         )
+
+
+def _check_types(config: object) -> None:
+    """Raise a ValueError unless there is a config of factors, or a map to such configs."""
+    for one in config.values() if isinstance(config, Mapping) else [config]:
+        if not isinstance(one, Config):
+            raise ValueError(
+                f"convert_: config is a {type(one).__name__}, expected a KroneckerConfig or a "
+                "LowRankConfig, or a map from patterns to them; to drop neurons, call prune_"
+            )
 
 
 def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) -> None:

@@ -331,7 +331,8 @@ def _unsupported_factor(factor: nn.Module) -> str | None:
         return None
     if _is_sharded(weight):
         return "the weight of lora_A or lora_B is sharded"
-    return f"the weight of lora_A or lora_B is not a plain floating-point tensor: {type(weight)}"
+    kind = type(weight).__name__
+    return f"the weight of lora_A or lora_B is a {kind}, not a plain floating-point tensor"
 
 
 def _is_touched(module: nn.Module) -> bool:

@@ -103,7 +103,7 @@ def _resolve_one(
         # nothing was found; if a layer that is not plain may be the reason, the error names it
         for name, module in modules.items():
             _refuse_special(name, module)
-        near = ", ".join(_convertible_names(modules)[:6])
+        near = ", ".join(_convertible_names(modules)[:6]) or "none"
         raise ValueError(
             f"convert_: found nothing to convert in {type(model).__name__}, expected at least one "
             f"layer; layers that can be converted: {near}"
@@ -155,7 +155,7 @@ def _no_match(pattern: str, names: list[str]) -> str:
     if near:
         layers = f"names near it: {', '.join(near)}"
     else:
-        layers = f"such layers are {', '.join(names[:4])}, ..."
+        layers = f"such layers: {', '.join(names[:4]) or 'none'}"
     return f"the pattern {pattern!r} matches no layer that can be converted; {layers}"
 
 

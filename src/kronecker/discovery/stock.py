@@ -22,10 +22,7 @@ def as_loaded(config: PretrainedConfig) -> PretrainedConfig:
     Loading applies each family's own rules, which set or check fields: for example, the last layer
     of Gemma 4 always has full attention.
     """
-    loaded = type(config).from_dict(config.to_dict())
-    # files do not store the attention implementation; some families have a class for each
-    loaded._attn_implementation = config._attn_implementation
-    return loaded
+    return type(config).from_dict(config.to_dict())
 
 
 def stock_config(

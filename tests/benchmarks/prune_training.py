@@ -35,7 +35,7 @@ FOUND, WORK = RESULTS / "prune_training.json", Path(__file__).parent / "work" / 
 STEPS, SHORT, ROWS, LENGTH = 300, 40, 2, 128
 """Steps of a run and of one that chooses a rate; rows of a step, and tokens of a row."""
 RANK = 16
-RATES = {"all": (1e-4, 2e-4, 4e-4), "LoRA": (1e-3, 2e-3)}
+RATES = {"all": (1e-4, 2e-4, 4e-4), "LoRA": (1e-3, 2e-3, 4e-3)}
 QUESTIONS, OPTIONS, ANSWER = 100, 4, 20
 """Instructions, answers to choose from, and tokens of an answer that are compared."""
 ORIGINAL = "original"

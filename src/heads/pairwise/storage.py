@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ class SavedJudge(Judge):
             raise ValueError(
                 "save_pretrained: push_to_hub would not upload the card and the tokenizer; call "
                 "model.push_to_hub(repo_id, report=report) instead"
+            )
+        # peft's layers, and those of heads.lora
+        if any(hasattr(module, "lora_A") for module in self.encoder.modules()):
+            warnings.warn(
+                "save_pretrained: the encoder has adapters, which from_pretrained cannot load; "
+                "merge them first: model.encoder = model.encoder.merge_and_unload()",
+                stacklevel=2,
             )
         if is_main_process:
             folder = make_folder(save_directory, "save_pretrained")

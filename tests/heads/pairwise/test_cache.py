@@ -145,6 +145,16 @@ def test_features_of_an_encoder_with_one_other_number_are_refused(place):
         data.check_made_for("predict", model)
 
 
+def test_tokens_of_another_tokenizer_are_refused():
+    model = model_of()
+    data = model.dataset(pairs_of(4), progress=False)
+    model.tokenizer.add_tokens(["Two"])
+    with pytest.raises(ValueError, match=r"predict_pairs: .* made with the model's tokenizer, got"):
+        predict_pairs(model, data, progress=False)
+    model.tokenizer = None  # nothing to compare with
+    predict_pairs(model, data, progress=False)
+
+
 def test_what_trains_is_not_kept():
     model = model_of()
     data = model.dataset(pairs_of(4), progress=False)

@@ -1,6 +1,7 @@
 """`train_judge`: what it writes, what it holds out, and how it continues."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tests.heads.pairwise.support import encoder_of, pairs_of, tokenizer_of
 from transformers import (
     AlbertConfig,
     AutoModel,
+    AutoTokenizer,
     BertConfig,
     CLIPConfig,
     GPTNeoXJapaneseConfig,
@@ -123,6 +125,13 @@ def test_an_interrupted_run_goes_on_to_the_same_judge(encoder, tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             train_judge(rows, encoder, out=tmp_path / "again", **options)
     assert not (tmp_path / "again" / "model").exists()
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    shutil.copytree(encoder, tmp_path / "kept")
+    tokenizer.add_tokens(["Two"])
+    tokenizer.save_pretrained(encoder)
+    with pytest.raises(ValueError, match="tokenizer"):
+        train_judge(rows, encoder, out=tmp_path / "again", **options)
+    shutil.copytree(tmp_path / "kept", encoder, dirs_exist_ok=True)
     train_judge(rows, encoder, out=tmp_path / "again", **options)
     one, other = (
         PairwiseModel.from_pretrained(tmp_path / name / "model").state_dict()

@@ -93,6 +93,14 @@ class Answer(NamedTuple):
         return self.tokens.ids.tobytes(), self.tokens.types.tobytes(), begin, self.surface.tobytes()
 
 
+_SAMPLE = "Two answers to 1 prompt: which is better, A or B? {x} größer 答え"
+
+
+def sample_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the token ids of a short text, which differ between almost any two tokenizers."""
+    return tuple(tokenizer(_SAMPLE)["input_ids"])
+
+
 class PairwiseDataset(Dataset):
     """A data set of pairs, as token ids.
 
@@ -114,6 +122,7 @@ class PairwiseDataset(Dataset):
         lengths: The number of tokens of each pair, in both sequences together.
         labels: The label of each pair; None for a pair without a label.
         encoded: Whether `encode_` has been called.
+        sample_ids: The tokenizer's ids of a short text, which tell tokenizers apart.
 
     Raises:
         ValueError: A prompt or an answer is neither a string nor a list of turns, or a label is
@@ -140,6 +149,7 @@ class PairwiseDataset(Dataset):
         self.soft = any(isinstance(label, tuple) for label in self.labels)
         self.num_classes = config.num_classes
         template = Template(tokenizer, config)
+        self.sample_ids = sample_ids(tokenizer)
         # the tokens of A and B of the first pair, then of the second, and so on
         self._tokens: list[Tokens] = []
         surfaces: list[np.ndarray] = []
@@ -206,12 +216,18 @@ class PairwiseDataset(Dataset):
         self._features_of = fingerprint(model)
 
     def check_made_for(self, operation: str, model: Judge) -> None:
-        """Check that labels and features, if there are any, suit this model.
+        """Check that tokens, and labels and features if there are any, suit this model.
 
         Raises:
-            ValueError: The labels have other classes, or the features are from another encoder or
-                pooling.
+            ValueError: The tokens are from another tokenizer, the labels have other classes, or the
+                features are from another encoder or pooling.
         """
+        own = model.tokenizer
+        if own is not None and sample_ids(own) != self.sample_ids:
+            raise ValueError(
+                f"{operation}: expected a data set made with the model's tokenizer, got one made "
+                "with another; call model.dataset(pairs)"
+            )
         if any(label is not None for label in self.labels) and (
             self.num_classes != model.config.num_classes
         ):

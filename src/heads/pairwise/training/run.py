@@ -245,7 +245,10 @@ def train_judge(
             "depth": getattr(model.encoder.config, "num_hidden_layers", None),
         },
         "judge train",
-        contents={"pairs": xxhash.xxh3_128_hexdigest(repr(labeled).encode())},
+        contents={
+            "pairs": xxhash.xxh3_128_hexdigest(repr(labeled).encode()),
+            "tokenizer": str(data["train"].sample_ids),
+        },
         checkpoints="checkpoints",
         results=_RESULTS,
         fresh=None,

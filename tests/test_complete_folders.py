@@ -107,17 +107,37 @@ def test_a_pipeline_loads_it_and_its_card_tells(write, bases, tmp_path, monkeypa
 @pytest.mark.parametrize("write", [merging, pruning], ids=lambda writer: writer.__name__)
 def test_files_of_sentence_transformers_come_along(write, bases, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Normalize"}, {"path": "../two"}]
-    (bases[0] / "modules.json").write_text(json.dumps([*modules, {"path": 3}, "odd"]))
+    paths = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"models.{kind}"} for path, kind in paths.items()]
+    (bases[0] / "modules.json").write_text(json.dumps(modules))
     (bases[0] / "1_Pooling").mkdir()
     (bases[0] / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     write(bases, Path("out"))
     assert Path("out", "1_Pooling", "config.json").is_file()
     assert Path("out", "modules.json").is_file()
-    assert not Path("two").exists()
-    (bases[0] / "modules.json").write_text("[damaged")
-    write(bases, Path("again"))
-    assert not Path("again", "1_Pooling").exists()
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        '[{"path": "..", "type": "Pooling"}]',
+        '[{"path": "../two", "type": "Pooling"}]',
+        '[{"path": "1_Pooling", "type": "models.Transformer"}]',
+        '[{"path": 3, "type": ""}]',
+        '["odd"]',
+        "3",
+        "[damaged",
+    ],
+)
+def test_modules_that_lead_elsewhere_are_not_copied(modules, bases, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (bases[0] / "modules.json").write_text(modules)
+    (bases[0] / "1_Pooling").mkdir()
+    (bases[0] / "1_Pooling" / "model.safetensors").write_text("weights of another model")
+    (bases[0].parent / "beside.txt").write_text("not to be copied")
+    merging(bases, Path("out"))
+    assert not {"1_Pooling", "modules.json", "beside.txt"} & {p.name for p in Path("out").iterdir()}
+    assert not Path("beside.txt").exists()
 
 
 def test_a_compressed_model_is_complete_too(bases, tmp_path):

@@ -223,7 +223,7 @@ def compare(
             are mixed with other models, the models have too few positions to generate, a token is
             not in a model's vocabulary, or models are neither language models nor text encoders.
     """
-    _check_compared(models, texts, runs, new)
+    _check_compared(models, texts, runs)
     generates = _all_generate(models)
     new = _tokens_to_generate(models, new) if generates else 0
     named = texts if isinstance(texts, Mapping) else {"": texts}
@@ -254,7 +254,7 @@ def compare(
     return Comparison(tuple(rows))
 
 
-def _check_compared(models: object, texts: Any, runs: int, new: int) -> None:
+def _check_compared(models: object, texts: Any, runs: int) -> None:
     if not isinstance(models, Mapping):
         raise ValueError(
             f"compare: models is a {type(models).__name__}, expected a dict of models by name"
@@ -264,12 +264,14 @@ def _check_compared(models: object, texts: Any, runs: int, new: int) -> None:
             f"compare: got {len(models)} models and {len(texts)} texts, expected one or more of "
             "each"
         )
-    if runs < 1 or new < 1:
-        raise ValueError(f"compare: runs is {runs} and new is {new}, expected 1 or more for both")
+    if runs < 1:
+        raise ValueError(f"compare: runs is {runs}, expected 1 or more")
 
 
 def _tokens_to_generate(models: Mapping[str, nn.Module], new: int) -> int:
     """Return ``new``, or as many tokens as all models have positions for after the prompt."""
+    if new < 1:
+        raise ValueError(f"compare: new is {new}, expected 1 or more")
     # all models generate the same number of tokens, so that their speeds can be compared
     positions = [p for p in map(positions_of, models.values()) if p]
     new = min([new, *(p - _PROMPT for p in positions)])

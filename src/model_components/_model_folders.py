@@ -191,20 +191,34 @@ def complete_folder(
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy the settings of processors, and the files of sentence-transformers, if there are any."""
-    names = [*PROCESSOR_FILES, *_SENTENCE_FILES, _SENTENCE_MODULES]
-    listed: Any = []
-    with contextlib.suppress(OSError, ValueError):  # no such file, or damaged
-        listed = json.loads((source / _SENTENCE_MODULES).read_text(encoding="utf-8"))
-    for module in listed if isinstance(listed, list) else []:
-        path = module.get("path") if isinstance(module, dict) else None
-        # an empty path is the model itself; one with separators might lead out of the folder
-        if isinstance(path, str) and path == Path(path).name and (source / path).is_dir():
-            names += [f"{path}/{file.name}" for file in (source / path).iterdir()]
-    for name in names:
+    for name in (*PROCESSOR_FILES, *_sentence_files(source)):
         if (source / name).is_file():
             make_folder((folder / name).parent, "save")
             # files in a hub cache are links, so copy their contents
             shutil.copyfile(source / name, folder / name)
+
+
+def _sentence_files(source: Path) -> list[str]:
+    """Return the files of sentence-transformers in a model's folder, if this can be told.
+
+    In old folders, one of the modules is the model itself; then there is none to copy.
+    """
+    try:
+        listed = json.loads((source / _SENTENCE_MODULES).read_text(encoding="utf-8"))
+        modules = [(module["path"], module["type"]) for module in listed]
+    except (OSError, ValueError, TypeError, KeyError):  # no such file, or one of something else
+        return []
+    names = [_SENTENCE_MODULES, *_SENTENCE_FILES]
+    for path, kind in modules:
+        if path == "":  # the model's folder
+            continue
+        # other names might lead out of the folder
+        is_name = isinstance(path, str) and path == Path(path).name and path != ".."
+        if not is_name or str(kind).endswith("Transformer"):
+            return []
+        if (source / path).is_dir():
+            names += [f"{path}/{file.name}" for file in (source / path).iterdir()]
+    return names
 
 
 def shown_name(name: str) -> str:

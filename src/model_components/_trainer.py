@@ -326,7 +326,8 @@ class StepTrainer(Trainer):
             return loss
         # the mean times its items is a sum, so the parts of a step add up to the step's mean
         # a step with only prompts has no items and a loss of 0
-        return loss * items / max(num_items_in_batch, 1) * self.processes_of_mean()
+        count = num_items_in_batch + (num_items_in_batch == 0)
+        return loss * items / count * self.processes_of_mean()
 
     def unwrapped(self) -> Any:
         """Return the model without the wrappers that distributed training adds."""

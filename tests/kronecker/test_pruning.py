@@ -5,6 +5,7 @@ import copy
 import itertools
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -1315,15 +1316,32 @@ def test_blocks_of_a_language_model_inside_another_are_dropped_from_its_config(t
     assert torch.equal(output(again, batch), output(model, batch))
 
 
-def test_a_kind_of_layer_that_is_gone_is_said():
-    types = ["sliding_attention"] * 3 + ["full_attention"]
-    model = gemma4(num_hidden_layers=4, layer_types=types)
+@pytest.mark.parametrize(
+    ("kinds", "is_said"),
+    [
+        (["linear_attention", "full_attention"], True),
+        (["sliding_attention", "full_attention"], False),
+        (["full_attention", "linear_attention"], False),
+    ],
+)
+def test_attention_that_is_gone_is_said(kinds, is_said):
+    model = tiny("llama")
+    model.config.layer_types = kinds * (len(model.model.layers) // 2)
+    # Llama itself ignores the list, but not its cache
+    model.config.use_cache = False
     with torch.no_grad():
-        for parameter in model.model.layers[:3].parameters():
-            parameter.mul_(1e-3)
-    config = PruneConfig(keep=0.25, method="blocks", epochs=0)
+        for layer in model.model.layers[1:]:
+            for parameter in layer.parameters():
+                parameter.mul_(1e-3)
+    config = PruneConfig(keep=1 / len(model.model.layers), method="blocks", epochs=0)
     report = prune_(model, config, calibration=[ids()], progress=False)
-    assert any(note.startswith("no sliding_attention layer is left") for note in report.notes)
+    assert any("no attention layer is left" in note for note in report.notes) == is_said
+
+
+def test_experts_rounded_in_eights_leave_neurons_to_the_other_mlps():
+    parts = [part("dense", 96), replace(part("experts", 24), mlp=None)]
+    keep = neurons_by_influence(parts, 4 * 40, {"dense": 0.5, "experts": 0.5}, PruneConfig())
+    assert sum(4 * (p.count - keep[p.name]) for p in parts) == 4 * 40
 
 
 def test_experts_whose_biases_are_zero_are_pruned():
@@ -1339,6 +1357,10 @@ def test_experts_whose_biases_are_zero_are_pruned():
     ("calibration", "message"),
     [
         (
+            torch.randint(3, 60, (2, 8)),
+            "calibration is a single Tensor, expected a list of batches",
+        ),
+        (
             [torch.randint(3, 60, (2, 4, 8))],
             r"cannot run on a calibration batch with .*\[2, 4, 8\]",
         ),
@@ -1353,6 +1375,13 @@ def test_experts_whose_biases_are_zero_are_pruned():
 def test_calibration_that_is_none_is_refused_by_its_name(calibration, message):
     with pytest.raises(ValueError, match=message):
         prune_(tiny("llama"), PruneConfig(), calibration=calibration, progress=False)
+
+
+def test_stacked_batches_and_labels_without_a_number_are_calibration():
+    batches = torch.stack([ids(4, seed=1), ids(4, seed=2)])
+    assert prune_(tiny("llama"), PruneConfig(epochs=0), calibration=batches, progress=False)
+    labeled = [{"input_ids": ids(4), "labels": torch.full((4, 1), torch.nan)}]
+    assert prune_(tiny("classifier"), PruneConfig(epochs=0), calibration=labeled, progress=False)
 
 
 def test_a_mask_of_attention_that_hides_nothing_is_no_padding():

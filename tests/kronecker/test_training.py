@@ -252,6 +252,20 @@ def test_what_a_teacher_would_freeze_or_replace_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"KroneckerTrainer: .*{message}"):
             KroneckerTrainer(given[0], given[1], train_dataset=rows(), **given[2])
+    model.transformer.wte.weight.requires_grad_(False)  # the teacher freezes it anyway
+    assert KroneckerTrainer(model, settings, train_dataset=rows(), teacher=part)
+    evaluated = KroneckerTrainer(frozen, settings, eval_dataset=rows(), teacher=tiny("gpt2"))
+    assert evaluated.evaluate()["eval_loss"] > 0
+    assert KroneckerTrainer(tiny("gpt2"), None, teacher=tiny("gpt2"))
+
+
+def test_a_step_is_divided_by_its_items_on_each_of_several_gpus(tmp_path):
+    trainer = KroneckerTrainer(
+        tiny("gpt2"), arguments(tmp_path), train_dataset=rows(), teacher=tiny("gpt2")
+    )
+    for items, wanted in ((torch.full((2, 1), 20), 0.5), (20, 0.5), (0, 10.0), (0.5, 20.0)):
+        share = trainer.share_of_step(torch.tensor(1.0), 10, items)
+        torch.testing.assert_close(share, torch.full_like(share, wanted))
 
 
 def test_a_step_without_labels_changes_nothing(tmp_path):

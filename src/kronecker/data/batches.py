@@ -47,7 +47,10 @@ def batches(
             f"{operation}: calibration is a {type(calibration).__name__}, expected batches of "
             "token ids; text_of reads a file, and text_batches makes batches from its text"
         )
-    if isinstance(calibration, Mapping | Tensor):
+    # a tensor of three dimensions is a sequence of batches
+    if isinstance(calibration, Mapping) or (
+        isinstance(calibration, Tensor) and calibration.dim() < 3
+    ):
         raise ValueError(
             f"{operation}: calibration is a single {type(calibration).__name__}, expected a list "
             "of batches"
@@ -122,10 +125,10 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
             f"{operation}: attention_mask has shape {list(mask.shape)}, expected "
             f"{list(ids.shape)}, the shape of input_ids"
         )
-    for name, value in batch.items():
-        # attention masks may hold -inf
-        is_input = isinstance(value, Tensor) and value.is_floating_point() and "mask" not in name
-        if is_input and not value.isfinite().all():
+    # not other arguments: labels are not used, and masks may hold -inf
+    for name in {main, "inputs_embeds"}:
+        value = batch.get(name)
+        if isinstance(value, Tensor) and not value.isfinite().all():
             raise ValueError(f"{operation}: {name} has NaN or infinity, expected finite numbers")
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig) and config.is_encoder_decoder:

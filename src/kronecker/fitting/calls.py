@@ -126,6 +126,8 @@ def _captured(
             hooks.enter_context(block.register_forward_pre_hook(hook(index), with_kwargs=True))
         try:
             model(**without_labels(batch))
+        except torch.OutOfMemoryError:  # a RuntimeError, but not the batch's fault
+            raise
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             shapes = {name: list(v.shape) for name, v in batch.items() if isinstance(v, Tensor)}
             raise ValueError(

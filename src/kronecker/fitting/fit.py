@@ -36,8 +36,8 @@ _REMARKS = {
     "known",
     "few": "a few tokens (attention sinks) make up more than half of the sum of squared outputs by "
     "which the relative error is divided, so the error says little about the other tokens",
-    "alone": "not fitted to replace the blocks that were dropped after it, since its output is not "
-    "added unchanged to the output of its block",
+    "alone": "not fitted to replace the blocks that were dropped after it, which only a single MLP "
+    "can be whose output is added to the hidden states unchanged",
 }
 
 

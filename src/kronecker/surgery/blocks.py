@@ -154,9 +154,10 @@ def config_with_blocks(
     return stock_config(type(model), config, shapes, sizes, "; drop neurons instead")
 
 
-def kinds_of_layers(config: PretrainedConfig) -> set[str]:
-    """Return the kinds of layers that a config lists, such as full_attention."""
-    return set(getattr(config.get_text_config(), "layer_types", None) or ())
+def attends(config: PretrainedConfig) -> bool:
+    """Return whether a config lists a layer with attention that is not linear."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return any("attention" in kind and "linear" not in kind for kind in kinds)
 
 
 def new_places(

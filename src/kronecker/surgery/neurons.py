@@ -172,12 +172,14 @@ def _rounded_to_budget(
         found[part.name] = fewer[part.name]
         spare = parameters_gone(parts, found) - budget
     # restore what was dropped beyond the budget, first in the parts that rounding cut most
-    for part in sorted(parts, key=lambda p: found[p.name] - wanted[p.name]):
-        step = min(units[part.name], part.count - found[part.name])
-        if step * part.per_neuron <= spare:
-            found[part.name] += step
-            spare -= step * part.per_neuron
-    return found
+    while True:
+        steps = {p.name: min(units[p.name], p.count - found[p.name]) for p in parts}
+        fitting = [p for p in parts if 0 < steps[p.name] * p.per_neuron <= spare]
+        if not fitting:
+            return found
+        part = min(fitting, key=lambda p: found[p.name] - wanted[p.name])
+        found[part.name] += steps[part.name]
+        spare -= steps[part.name] * part.per_neuron
 
 
 def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> int:

@@ -34,11 +34,11 @@ from ..fitting.fit import Fitted, Part, fit_, remarks_of
 from ..storage.checkpoints import model_class, own_saving_, resized
 from .blocks import (
     Stack,
+    attends,
     block_influences,
     blocks_to_keep,
     config_with_blocks,
     keep_blocks_,
-    kinds_of_layers,
     least_influential,
     new_places,
 )
@@ -54,7 +54,7 @@ _NEURONS = "neurons"
 _UNEQUAL = (
     "the config does not describe the new sizes of the MLPs: save_pretrained writes a folder that "
     "only kronecker.from_pretrained loads, and fold pads all MLPs to the size of the largest, "
-    "which keeps {:.0%} of its neurons"
+    "which keeps {:,} of its {:,} neurons"
 )
 _NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
 # number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
@@ -336,7 +336,8 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         count, kept = sum(p.count for p in parts), sum(keep.values())
         remarks = _rounded(walk.config, count, kept, "neurons", near=len(parts))
         if isinstance(model, PreTrainedModel) and kept < count:
-            remarks.append(_UNEQUAL.format(max(keep[p.name] / p.count for p in parts)))
+            largest = max(parts, key=lambda p: keep[p.name])
+            remarks.append(_UNEQUAL.format(keep[largest.name], largest.count))
     changes: Changes = []
     if isinstance(model, PreTrainedModel) and walk.config.allocate == "uniform":
         # before the fit, so that a family whose config has no field for the size fails early
@@ -374,11 +375,11 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
     _, influences = walk.influences(parts)
     gone = least_influential(influences, keep)
     stay = [i for i in range(stack.count) if i not in gone]
-    lost: set[str] = set()
+    has_lost_attention = False
     if isinstance(model, PreTrainedModel) and gone:
         # raises before the fit if no config has so few blocks
         new_config = config_with_blocks(model, stack, stay)
-        lost = kinds_of_layers(model.config) - kinds_of_layers(new_config)
+        has_lost_attention = attends(model.config) and not attends(new_config)
     else:
         new_config = None
     places = new_places(model, stack, stay, new_config)
@@ -398,8 +399,8 @@ def _drop_blocks(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
         keep_blocks_(model, stack, stay, new_config, places)
     rows += _rows(done, left, counts, {})
     notes = _rounded(walk.config, stack.count, keep, "blocks")
-    for kind in sorted(lost):
-        notes.append(f"no {kind} layer is left; some families cannot generate text without one")
+    if has_lost_attention:
+        notes.append("no attention layer is left; some families cannot generate text without one")
     return rows, notes
 
 

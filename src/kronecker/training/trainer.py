@@ -72,7 +72,7 @@ class KroneckerTrainer(StepTrainer):
         if teacher is not None:
             _check_own_losses(args, options)
         learning = {p.dtype for p in model.parameters() if p.requires_grad}
-        if not learning:
+        if not learning and train_dataset is not None:
             raise ValueError(
                 "KroneckerTrainer: expected a model with trainable parameters, got one that is "
                 "frozen, such as a copy of a teacher; call model.requires_grad_(True)"
@@ -300,7 +300,7 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
         raise ValueError("KroneckerTrainer: expected a teacher for distill, got None")
     if teacher is None:
         return
-    own = {id(parameter) for parameter in model.parameters()}
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     # freezing the teacher also freezes the parameters that it shares with the model
     shared = [name for name, parameter in teacher.named_parameters() if id(parameter) in own]
     if shared:
@@ -310,12 +310,12 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
         )
 
 
-def _check_own_losses(args: TrainingArguments, options: TrainerOptions) -> None:
+def _check_own_losses(args: TrainingArguments | None, options: TrainerOptions) -> None:
     """Check that no option of `Trainer` changes the loss, which distillation computes."""
     own = []
     if options.get("compute_loss_func") is not None:
         own.append("compute_loss_func")
-    if args.label_smoothing_factor:
+    if args is not None and args.label_smoothing_factor:
         own.append("label_smoothing_factor")
     if own:
         raise ValueError(

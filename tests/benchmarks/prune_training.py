@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from heads.lora import inject_lora_
 from kronecker import DistillConfig, KroneckerTrainer, PruneConfig, num_parameters, prune_
 from kronecker.data.text import text_batches
-from tests.benchmarks.prune_model import CONTEXT, HELD_OUT, TOKENS, texts
+from tests.benchmarks.prune_model import CONTEXT, HELD_OUT, TOKENS, difference, texts
 from tests.benchmarks.results import KRONECKER_GUIDE, RESULTS, commit, hardware, put, today
 from tests.support import real
 
@@ -39,11 +39,12 @@ RATES = {"all": (1e-4, 2e-4, 4e-4), "LoRA": (1e-3, 2e-3, 4e-3)}
 QUESTIONS, OPTIONS, ANSWER = 100, 4, 20
 """Instructions, answers to choose from, and tokens of an answer that are compared."""
 ORIGINAL = "original"
-STARTS = ("best", "fast", "blocks")
+BEST = "best"
+STARTS = (BEST, "fast", "blocks")
 RUNS = [(0.7, start, "all") for start in STARTS]
-RUNS += [(0.7, "best", "LoRA"), (1.0, ORIGINAL, "all")]
+RUNS += [(0.7, BEST, "LoRA"), (1.0, ORIGINAL, "all")]
 RUNS += [(0.9, start, "all") for start in STARTS]
-RUNS += [(0.7, "fast", "LoRA"), (0.7, "blocks", "LoRA"), (0.9, "best", "LoRA")]
+RUNS += [(0.7, "fast", "LoRA"), (0.7, "blocks", "LoRA"), (0.9, BEST, "LoRA")]
 
 
 class Study:
@@ -199,6 +200,7 @@ def write_table() -> None:
         return
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     original = found["original"]
+    by_run = {(row["size"], row["start"], row["what"]): row for row in found["rows"]}
     titles = ("same kind of text", "other text", "next token right", "own answer preferred")
     lines = [
         f"| parameters | start | trained | {' | '.join(titles)} |",
@@ -214,23 +216,35 @@ def write_table() -> None:
                     lines.append(f"| {share:.0%} | `{start}` | | {_cells(row['before'])} |")
             for row in rows:
                 what = {"all": "all weights", "LoRA": "LoRA"}[row["what"]]
-                lines.append(f"| | {start} | {what} | {_cells(row['after'])} |")
+                best = by_run.get((size, BEST, "all"))
+                other = None if best in (None, row) else best["after"]
+                lines.append(f"| | {start} | {what} | {_cells(row['after'], other)} |")
+    rates = []
+    for what, tried in RATES.items():
+        used = {row["rate"] for row in found["rows"] if row["what"] == what}
+        losses = [f"{rate:g}: {found['short'][f'{what} {rate:g}']:.3f}" for rate in tried]
+        rates.append(f"{what} {', '.join(f'{rate:g}' for rate in used)} ({', '.join(losses)})")
     about = (
         f"SmolLM2-135M-Instruct, pruned with {TOKENS:,} tokens, before and after {STEPS} steps of "
         f"{ROWS} x {LENGTH} tokens; LoRA of rank {RANK}. Nats a token of {HELD_OUT:,} held-out "
         "tokens each of Alpaca, on which it trains, and of hh-rlhf's dialogs; the share of these "
         f"tokens that the model ranks first; the share of {QUESTIONS} held-out instructions of "
-        f"which it prefers the own answer to {OPTIONS - 1} others. Learning rates: "
-        + ", ".join(f"{best_rate(found, what):g} ({what})" for what in RATES)
-        + f". {hardware('cpu')}, one thread; {found['date']} at "
+        f"which it prefers the own answer to {OPTIONS - 1} others. In parentheses the difference from "
+        f"the model that began at `{BEST}`, ± its standard error over rows of text; shares of 100 have a standard error of 4 points. Learning rates, of those in "
+        f"parentheses after {SHORT} steps on other rows: {'; '.join(rates)}. One order of the data. "
+        f"{hardware('cpu')}, one thread; {found['date']} at "
         + ", ".join(dict.fromkeys(row["commit"] for row in found["rows"]))
         + "."
     )
     put(KRONECKER_GUIDE, [*lines, "", about], "training")
 
 
-def _cells(measured: dict[str, Any]) -> str:
-    losses = [f"{statistics.mean(measured[name]):.3f}" for name in ("in_domain", "out_of_domain")]
+def _cells(measured: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """Return a line's figures, and how far its losses are from those of another line."""
+    losses = []
+    for name in ("in_domain", "out_of_domain"):
+        cell = f"{statistics.mean(measured[name]):.3f}"
+        losses.append(cell if other is None else f"{cell} ({difference(measured, other, name)})")
     right = [f"{measured[f'{name}_right']:.1%}" for name in ("in_domain", "out_of_domain")]
     return " | ".join([*losses, " / ".join(right), f"{measured['choice']:.1%}"])
 

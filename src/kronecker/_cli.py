@@ -175,7 +175,7 @@ def prune(
         loaded.save_pretrained(new.folder)
         call = f"prune_(model, {config}, calibration=batches)"
         is_stock = not has_smaller_layers(loaded)
-        notes = _calibrated_on(rows, calibration)
+        notes = _calibration_notes(rows, calibration)
         if is_stock:
             card = smaller_card(model, loaded, call, notes)
         else:
@@ -187,18 +187,18 @@ def prune(
             "a compressed model: load it with kronecker.from_pretrained, or run model-components "
             "fold"
         )
-    print(f"{out} is {kind}{_measuring(loaded, model, out)}")
+    print(f"{out} is {kind}{_hint_to_compare(loaded, model, out)}")
     return report
 
 
-def _measuring(loaded: object, model: str, out: Path) -> str:
+def _hint_to_compare(loaded: object, model: str, out: Path) -> str:
     """Return a hint on how to measure a language model's loss; empty for other models."""
     if "CausalLM" not in type(loaded).__name__ and "LMHead" not in type(loaded).__name__:
         return ""
     return f"; measure its loss: model-components compare {model} {out} --text FILE"
 
 
-def _calibrated_on(rows: Sequence[Tensor], file: Path | None) -> list[str]:
+def _calibration_notes(rows: Sequence[Tensor], file: Path | None) -> list[str]:
     """Return the model card's notes on calibration; empty without a calibration file."""
     if file is None:
         return []
@@ -270,11 +270,11 @@ def convert(
         new.clear()
         write_files(loaded, new.folder)
         call = f"convert_(model, {config}, calibration=batches)"
-        card = compressed_card(loaded, call, _calibrated_on(rows, calibration))
+        card = compressed_card(loaded, call, _calibration_notes(rows, calibration))
         complete_folder(new.folder, card, source=model, tokenizer=_tokenizer_or_note(source))
     print(
         f"{out} is a compressed model: load it with kronecker.from_pretrained, or run "
-        f"model-components fold{_measuring(loaded, model, out)}"
+        f"model-components fold{_hint_to_compare(loaded, model, out)}"
     )
     return report
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
-from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
 
 from .._eager import build, scaled
@@ -43,84 +41,7 @@ from ..layers.weights import KroneckerLayer, LowRankLayer, dense, is_linear, sta
 from ..storage.checkpoints import own_saving_, resized
 from .beside import beside
 from .checks import check_config, check_layer, tied_modules
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """A layer that was converted.
-
-    Attributes:
-        name: The name of the layer.
-        structure: The number and shapes of the layer's factors.
-        before: Number of parameters before the conversion.
-        after: Number of parameters after the conversion.
-        init: The initializer that was used.
-        error: Relative error of the weight or, if it was fitted to data, of the outputs of the
-            layer or of its MLP.
-    """
-
-    name: str
-    structure: str
-    before: int
-    after: int
-    init: str
-    error: float
-
-
-@dataclass(frozen=True)
-class ConversionReport(Report):
-    """A report of the layers that `convert_` changed and of those that it skipped.
-
-    Attributes:
-        layers: The layers that were converted.
-        skipped: The reason why each other convertible layer was skipped, by the layer's name.
-        before: Number of parameters of the model before the conversion.
-        after: Number of parameters of the model after the conversion.
-        notes: Notes for the user.
-    """
-
-    layers: tuple[LayerReport, ...]
-    skipped: Mapping[str, str]
-    before: int
-    after: int
-    notes: tuple[str, ...] = ()
-
-    def summary(self) -> list[str]:
-        """Return a line with the number of parameters before and after the conversion."""
-        share = f"{self.after / self.before:.1%}"
-        return [
-            f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
-        ]
-
-    def table(self) -> Table:
-        """Return a table with a row for each converted layer."""
-        rows = []
-        for row in self.layers:
-            size = f"{row.after / row.before:.1%}"
-            rows.append((row.name, row.structure, size, row.init, f"{row.error:.3f}"))
-        return Table(("layer", "structure", "size", "init", "error"), rows)
-
-    def remarks(self) -> list[str]:
-        """Return notes, a warning about layers that became larger, and the skipped layers."""
-        larger = [r.name for r in self.layers if r.after > r.before]
-        lines = list(self.notes)
-        if larger:
-            lines.append(f"{len(larger)} layers are larger than before, such as {larger[0]}")
-        for why, count in Counter(self.skipped.values()).items():
-            lines.append(f"layers not converted, {why}: {count}")
-        return lines
-
-    def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot each layer's relative error as a bar, on ``ax`` or in a new figure.
-
-        The plot needs the extra ``plot``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        return bars(
-            ax, "ConversionReport.plot", {r.name: r.error for r in self.layers}, "relative error"
-        )
+from .reports import ConversionReport, LayerReport
 
 
 def convert_(

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from model_components._devices import is_faster_in_bfloat16
 from model_components._modes import evaluating
-from model_components._report import Axes, Figure, Report, Table, bars
 from model_components._walk import Batch
 
 from ..config import PruneConfig
@@ -49,6 +48,7 @@ from .neurons import (
     parameters_gone,
     prunable_parts,
 )
+from .reports import PrunedLayer, PruneReport
 
 _NEURONS = "neurons"
 _UNEQUAL = (
@@ -59,78 +59,6 @@ _UNEQUAL = (
 _NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
 # number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
 _LARGE = 1 << 18
-
-
-@dataclass(frozen=True)
-class PrunedLayer:
-    """A layer that became smaller or was fitted to compensate for others, or a dropped block."""
-
-    name: str
-    unit: str  # of `before` and `after`: neurons or, for a dropped block, parameters
-    before: int
-    after: int
-    # relative error of the layer's outputs on calibration tokens; None for a dropped block
-    error: float | None
-    # of the layer's block, if measured: 1 - the mean cosine, over tokens, of the states before and
-    # after it
-    influence: float | None = None
-
-
-@dataclass(frozen=True)
-class PruneReport(Report):
-    """A report of what `prune_` dropped.
-
-    Attributes:
-        layers: The layers that became smaller or were fitted, and the blocks that were dropped.
-        before: Number of parameters of the model before pruning.
-        after: Number of parameters of the model after pruning.
-        notes: Notes for the user.
-    """
-
-    layers: tuple[PrunedLayer, ...]
-    before: int
-    after: int
-    notes: tuple[str, ...] = ()
-
-    def summary(self) -> list[str]:
-        """Return a line with the number of parameters before and after pruning."""
-        share = f"{self.after / self.before:.1%}"
-        return [
-            f"{self.before:,} to {self.after:,} parameters ({share}), {len(self.layers)} layers"
-        ]
-
-    def table(self) -> Table:
-        """Return a table with a row for each layer and dropped block."""
-        columns = ["layer", "unit", "before", "after", "error"]
-        has_influences = any(layer.influence is not None for layer in self.layers)
-        if has_influences:
-            columns.append("influence")
-        rows = []
-        for one in self.layers:
-            row = [one.name, one.unit, f"{one.before:,}", f"{one.after:,}", _told(one.error)]
-            if has_influences:
-                row.append(_told(one.influence))
-            rows.append(row)
-        return Table(columns, rows)
-
-    def remarks(self) -> list[str]:
-        """Return the notes for the user."""
-        return list(self.notes)
-
-    def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot each layer's relative error as a bar, on ``ax`` or in a new figure.
-
-        The plot needs the extra ``plot``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        errors = {one.name: one.error for one in self.layers if one.error is not None}
-        return bars(ax, "PruneReport.plot", errors, "relative error")
-
-
-def _told(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def prune_(
@@ -206,9 +134,9 @@ def prune_(
     check_float64("prune_", model)
     _refuse(model)
     walk = _Walk(model, config, batches(calibration, model, "prune_"), cache, progress)
-    of_blocks = config.chosen_method == "blocks"
+    drops_blocks = config.chosen_method == "blocks"
     if config.allocate == "uniform" and (smaller := resized(model)):
-        if of_blocks:
+        if drops_blocks:
             expected = "the original model; drop blocks before neurons"
         else:
             expected = "allocate='influence' for such a model"
@@ -216,7 +144,7 @@ def prune_(
             f"prune_: {next(iter(smaller))} is already pruned to a size that the model's config "
             f"does not describe; expected {expected}"
         )
-    prune = _drop_blocks if of_blocks else _drop_neurons
+    prune = _drop_blocks if drops_blocks else _drop_neurons
     before = num_parameters(model)
     rows, notes = prune(walk, prunable_parts(model, walk.data))
     after = num_parameters(model)

@@ -6,6 +6,7 @@ in no training pair (on prompts that no training pair has), people's choices bet
 answers (hh-rlhf), and answers beside more or less polite rewrites. The same head's verdicts as they are, divided by a
 temperature from held-out pairs, and with `fit_uncertainty_` by the same pairs; with all training
 pairs and with a part of them. Beside gradient-boosted trees on surface features, and the mean of both.
+Last, the judge after `calibrate_` on 100 pairs of the test's own source, judged on the others.
 Not timed.
 """
 
@@ -49,7 +50,8 @@ FOUND = RESULTS / "pairwise_away.json"
 GUIDE, FEATURES = ROOT / "docs" / "pairwise.md", Path(__file__).parent / "work" / "features"
 SEEDS = (0, 1, 2)
 HELD_MODELS, HELD_PROMPTS, MOST = 2, 150, 800  # pairs of each foreign set
-WAYS = ("plain", "temperature", "fit_uncertainty_", "with trees")
+OWN = 100  # pairs of the test's own source, for `calibrate_`
+WAYS = ("plain", "temperature", "fit_uncertainty_", "own pairs", "with trees")
 SHORT = {
     "home": "prompts never seen",
     "models": "models never seen",
@@ -60,6 +62,7 @@ DRAWN = {
     "plain": "judge",
     "temperature": "judge, calibrate_",
     "fit_uncertainty_": "judge, fit_uncertainty_",
+    "own pairs": f"judge, calibrate_ on {OWN} own pairs",
 }
 PLOT = ROOT / "docs" / "judges.svg"
 FEWER = 1200  # training pairs
@@ -159,6 +162,19 @@ def figures(verdicts: Tensor, pairs: Sequence[Pair]) -> dict[str, float]:
     }
 
 
+def on_own_pairs(model: Any, data: PairwiseDataset, seed: int) -> dict[str, float]:
+    """Figures after `calibrate_` on pairs of the test's own source, on the other pairs."""
+    order = random.Random(seed).sample(range(len(data)), len(data))
+    own, others = ([data.pairs[i] for i in part] for part in (order[:OWN], order[OWN:]))
+    sets_of_both = [model.dataset(part, progress=False) for part in (own, others)]
+    for one in sets_of_both:
+        one.encode_(model, cache=FEATURES, progress=False)
+    calibrate_(model, sets_of_both[0], progress=False)
+    found = figures(verdicts_of(model, sets_of_both[1]), others)
+    model.head.temperature.fill_(1.0)
+    return found
+
+
 def run(
     seed: int, pairs: dict[str, list[Pair]], trees: dict[str, Tensor], *, epochs: int
 ) -> dict[str, Any]:
@@ -184,6 +200,9 @@ def run(
                 model, data["train"], data["temperature"]
             ).precision
         for name in WORDS:
+            if way == "own pairs":
+                rows[way][name] = on_own_pairs(model, data[name], seed)
+                continue
             verdicts = verdicts_of(model, data[name])
             # the model is as the way before has left it, after `fit_uncertainty_`
             if way == "with trees":
@@ -204,8 +223,8 @@ def write_table() -> None:
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     lines = [
         "| judged | pairs | trained on | accuracy | plain | temperature | `fit_uncertainty_` | "
-        "with trees | trees |",
-        "|---" * 9 + "|",
+        f"`calibrate_` on {OWN} own pairs | with trees | trees |",
+        "|---" * 10 + "|",
     ]
     for name, words in WORDS.items():
         for size, part in found["sizes"].items():
@@ -220,9 +239,11 @@ def write_table() -> None:
             cells.append(f"{part['trees'][name]:.3f}")
             lines.append(f"| {' | '.join(cells)} |")
     note = (
-        "The last five columns are log-losses; always saying one half has 0.693. Of the judge: the "
+        "The last six columns are log-losses; always saying one half has 0.693. Of the judge: the "
         f"median (and range) of {len(SEEDS)} seeds, as trained, after `calibrate_`, and after "
-        "`fit_uncertainty_` without `calibrate_`; the accuracy is that of these three. Trees: boosted "
+        "`fit_uncertainty_` without `calibrate_`; the accuracy is that of these three. "
+        f"`calibrate_` on {OWN} own pairs: after `fit_uncertainty_`, a temperature from {OWN} pairs of "
+        "the test, which differ with the seed, and judged on the other pairs. Trees: boosted "
         "trees on style, one fit. With trees: the mean of the log-probabilities of the judge after "
         "`fit_uncertainty_` and of the trees, normalized. Frozen MiniLM, four layers. Measured "
         f"{found['date']} at {found['commit']}."

@@ -7,7 +7,7 @@ import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
 from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
-from heads.pairwise.report.evaluation import _seen
+from heads.pairwise.report.evaluation import CalibrationReport, _seen
 from heads.pairwise.report.metrics import (
     calibration_bins,
     cautious_temperature,
@@ -124,8 +124,8 @@ def test_a_temperature_is_held_back_where_pairs_or_prompts_are_few():
     # with many pairs it is the best one
     for scale in (0.4, 3.0):
         found = cautious_temperature(true * scale, labels, own)
-        assert found.value == pytest.approx(found.best, rel=0.02)
-        assert abs(math.log(found.best / scale)) < 3 * found.error
+        assert found.value == pytest.approx(1 / found.best_inverse, rel=0.02)
+        assert abs(found.best_inverse - 1 / scale) < 3 * found.error
     # right calibration: of many small sets none is made surer, and few are made less sure
     values = []
     for start in range(0, 4000, 40):
@@ -152,7 +152,7 @@ def test_the_error_of_a_temperature_is_that_of_many_draws():
         true = torch.randn(200, 2, generator=draw, dtype=torch.float64) * 2
         labels = torch.multinomial(true.softmax(-1), 1, generator=draw)[:, 0]
         found.append(cautious_temperature(true, labels, range(200)))
-    spread = torch.tensor([math.log(one.best) for one in found]).std()
+    spread = torch.tensor([one.best_inverse for one in found]).std()
     error = torch.tensor([one.error for one in found]).mean()
     assert error == pytest.approx(float(spread), rel=0.15)
 
@@ -277,6 +277,36 @@ def test_a_calibrated_judge_is_not_made_surer_of_itself_by_chance():
         labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
         sharpened += cautious_temperature(logits, labels, range(10)).value < 1
     assert sharpened <= 2  # it was one in eight
+
+
+@pytest.mark.parametrize("inverse", [0.0, -0.3])
+def test_a_judge_that_knows_nothing_of_a_source_becomes_unsure_of_it(inverse):
+    draw = torch.Generator().manual_seed(0)
+    before, after = [], []
+    for _ in range(20):
+        gap = torch.randn(200, generator=draw, dtype=torch.float64)
+        logits = torch.stack([gap, -gap], 1)
+        labels = torch.multinomial((logits * inverse).softmax(-1), 1, generator=draw)[:, 0]
+        found = cautious_temperature(logits[:100], labels[:100], range(100))
+        before.append(torch.nn.functional.cross_entropy(logits[100:], labels[100:]))
+        after.append(torch.nn.functional.cross_entropy(logits[100:] / found.value, labels[100:]))
+    assert sum(before) / 20 > 1
+    # it was above 0.9: the logarithm of the best temperature, 50, has a very large error
+    assert sum(after) / 20 < math.log(2) + 0.01
+
+
+def test_every_verdict_wrong_makes_a_judge_unsure():
+    wrong = torch.tensor([[2.0, 0.0]]).repeat(10, 1)
+    found = cautious_temperature(wrong, [1] * 10, range(10))
+    assert found.best_inverse == pytest.approx(-1)
+    assert found.value == pytest.approx(50)
+
+
+def test_a_judge_that_is_not_better_than_chance_is_told_apart():
+    told = str(CalibrationReport(100, 20.0, 0.1, 0.2, 0.9, 0.69))
+    assert "1 / temperature = 0.1 ± 0.2" in told
+    assert "not better than chance" in told
+    assert "not better than chance" not in str(CalibrationReport(100, 1.1, 0.9, 0.2, 0.5, 0.5))
 
 
 def test_answers_of_one_length_are_no_longer_ones():

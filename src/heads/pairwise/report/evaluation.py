@@ -289,15 +289,16 @@ class CalibrationReport(Report):
     Attributes:
         pairs: Number of pairs that the temperature was fitted on.
         temperature: The temperature that was set.
-        best: The temperature with the lowest log-loss on these pairs.
-        error: Standard error of the logarithm of ``best``.
+        best_inverse: The inverse of the temperature with the lowest log-loss on these pairs. It is
+            near 0 if the verdicts are no better than chance, and negative if they are worse.
+        error: Standard error of ``best_inverse``.
         before: The log-loss on these pairs before the call, in nats.
         after: The log-loss on these pairs after the call.
     """
 
     pairs: int
     temperature: float
-    best: float
+    best_inverse: float
     error: float
     before: float
     after: float
@@ -308,12 +309,15 @@ class CalibrationReport(Report):
         return [f"{losses} on {self.pairs} pairs (temperature {self.temperature:.3g})"]
 
     def remarks(self) -> list[str]:
-        """Return lines on the best temperature and on its standard error."""
-        # with a single prompt the error is infinite, and exp raises from 710 on; e⁹ is large enough
+        """Return lines on the best temperature, and on verdicts that are not better than chance."""
         lines = [
-            f"best temperature on these pairs: {self.best:.3g}, within a factor of "
-            f"{math.exp(min(self.error, 9)):.2g} (one standard error)"
+            f"best on these pairs: 1 / temperature = {self.best_inverse:.3g} ± {self.error:.2g} "
+            "(one standard error)"
         ]
+        if self.best_inverse < 2 * self.error < math.inf:
+            lines.append(
+                "on these pairs the judge is not better than chance by two standard errors"
+            )
         if self.pairs < _ENOUGH:
             lines.append(f"{_ENOUGH} pairs or more give a better estimate")
         return lines

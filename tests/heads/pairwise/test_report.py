@@ -284,7 +284,7 @@ def test_a_judge_that_knows_nothing_of_a_source_becomes_unsure_of_it(inverse):
     draw = torch.Generator().manual_seed(0)
     before, after = [], []
     for _ in range(20):
-        gap = torch.randn(200, generator=draw, dtype=torch.float64)
+        gap = torch.randn(4000, generator=draw, dtype=torch.float64)
         logits = torch.stack([gap, -gap], 1)
         labels = torch.multinomial((logits * inverse).softmax(-1), 1, generator=draw)[:, 0]
         found = cautious_temperature(logits[:100], labels[:100], range(100))

@@ -387,11 +387,17 @@ def test_the_snippets_about_pairs_run(tmp_path, monkeypatch):
     tiny("bert").save_pretrained("models/encoder")
     tokenizer_of().save_pretrained("models/encoder")
     snippets = snippets_of("docs/pairwise.md")
-    assert len(snippets) == 2
+    assert len(snippets) == 3
+    rows = [
+        {"prompt": "Name a tool.", "a": "An axe.", "b": f"A saw {n}.", "label": n % 3}
+        for n in range(6)
+    ]
+    Path("own_pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     namespace = {}
     for code in snippets:
         exec(code, namespace)
     assert sorted(namespace["best"].order) == [0, 1, 2]
+    assert Path("runs/own_judge/model.safetensors").is_file()
 
 
 def test_the_readme_example_of_the_guide_registers_and_merges(tmp_path):

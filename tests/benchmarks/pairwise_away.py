@@ -60,9 +60,9 @@ SHORT = {
 }
 DRAWN = {
     "plain": "judge",
-    "temperature": "judge, calibrate_",
-    "fit_uncertainty_": "judge, fit_uncertainty_",
-    "own pairs": f"judge, calibrate_ on {OWN} own pairs",
+    "temperature": "+ calibrate_",
+    "fit_uncertainty_": "+ fit_uncertainty_",
+    "own pairs": f"+ {OWN} own pairs",
 }
 PLOT = ROOT / "docs" / "judges.svg"
 FEWER = 1200  # training pairs

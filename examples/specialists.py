@@ -43,6 +43,8 @@ LENGTH, HELD_OUT, APART = 128, 120, 0.10  # tokens of an example, held-out examp
 class Trial:
     """The data, the specialists, and the rows of a table; each row is stored when it is done."""
 
+    tuned = TUNED
+
     def __init__(self, given: argparse.Namespace):
         self.given, self.out, self.model = given, given.out, str(given.model)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
@@ -153,7 +155,7 @@ class Trial:
 
     def specialist(self, k: int) -> Any:
         """Return the base model tuned on kind ``k``; its adapter is trained once and stored."""
-        folder, (steps, rate) = self.out / list(KINDS)[k], TUNED[k]
+        folder, (steps, rate) = self.out / list(KINDS)[k], self.tuned[k]
         if not (folder / "adapter_model.safetensors").is_file():
             set_seed(0)
             model = prepare_lora(self.load_model(self.model), self.lora())

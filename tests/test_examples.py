@@ -197,15 +197,14 @@ def test_the_field_trial_runs_and_goes_on(tmp_path):
     printed = "".join(run_example(f"field_trial/{name}.py", *given) for name in chapters)
     for name in (
         "specialist edit",
-        "a step of training",
         "regmean",
-        "learned masks",
+        "learn_merge",
         "ties, from a recipe, ours",
-        "half pruned, trained back",
-        "half by largest weights, trained back",
+        "pruned",
+        "pruned, trained back",
         "what is saved",
         "the judge",
-        "half pruned, trained back, against",
+        "pruned, trained back, against",
         "thinks as long as it needs",
         "a stock transformer",
     ):

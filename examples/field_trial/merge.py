@@ -1,4 +1,4 @@
-"""Chapter 2. Merge both specialists: by formulas, closed forms, learned masks, and mergekit.
+"""Chapter 2. Merge both specialists: by formulas, in closed form, by training, and by mergekit.
 
     python examples/field_trial/merge.py        # after tune.py
 
@@ -20,52 +20,53 @@ from typing import Any
 import yaml
 from story import KINDS, Story, begin, cpu_seconds, head
 
-from mergekit_lite.masks import KLConfig, MaskTrainer, Merger, TaskMixture
+from mergekit_lite import learn_merge
 
 BOTH = [1.0] * len(KINDS)
-RECIPES: dict[str, dict[str, Any]] = {  # by mergekit's names
-    "linear": {"weight": 1.0},
-    "ties": {"weight": 1.0, "density": 0.5},
-}
+TIES = {"weight": 1.0, "density": 0.5}
 
 
-def masks(story: Story) -> Any:
-    """Train a mask for each linear layer, over the change of each specialist from the base.
-
-    The loss is the divergence from the specialists' logits.
-    """
-    merger = Merger.from_pretrained(story.components, base=story.model, dtype="float32")
-    trainer = MaskTrainer(
-        merger,
-        story.arguments(1e-1, story.steps, 0),
-        kl=KLConfig(coefficients="evidence"),
-        train_dataset=TaskMixture(story.train, weights="tokens", seed=0),
-        data_collator=story.collator,
-    )
-    trainer.train()
-    return merger.eval().fold_()
-
-
-def recipe_of(story: Story, method: str) -> Path:
-    """Write a recipe that both programs can read, and return its path."""
-    models = [
-        {"model": str(story.checkpoint_of(k)), "parameters": RECIPES[method]}
-        for k in range(len(KINDS))
-    ]
-    told = {"merge_method": method, "models": models, "dtype": "bfloat16"}
-    if method == "ties":
-        told |= {"base_model": story.model}
-    file = story.out / f"{method}.yml"
-    file.write_text(yaml.safe_dump(told), encoding="utf-8")
-    return file
+def learned(story: Story) -> Any:
+    """Train adapters on the RegMean merge, towards the specialists' logits."""
+    folder = story.out / "models" / "learned"
+    if not folder.is_dir():
+        learn_merge(
+            story.components,
+            [story.texts(part) for part in story.train],
+            out=folder,
+            base=story.model,
+            start=str(story.out / "models" / "regmean"),
+            train="lora",
+            max_steps=story.steps,
+            compare=(),
+            dtype="float32",
+            progress=False,
+        )
+    return story.load_model(folder)
 
 
-def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
-    """Merge by running a program, as a user does.
+def regmean(story: Story) -> Any:
+    """Merge in closed form, with 128 training examples of each kind."""
+    calibration = [part[:128] for part in story.train]
+    merged = story.merged(story.components, "regmean", calibration=calibration)
+    story.keep_model("regmean", merged)
+    return merged
+
+
+def by_program(story: Story, command: list[str]) -> dict[str, Any]:
+    """Merge a recipe of TIES by running a program, as a user does.
 
     Return the merge's held-out loss and the program's CPU seconds.
     """
-    recipe = recipe_of(story, method)
+    models = [{"model": str(story.checkpoint_of(k)), "parameters": TIES} for k in range(len(KINDS))]
+    told = {
+        "merge_method": "ties",
+        "models": models,
+        "base_model": story.model,
+        "dtype": "bfloat16",
+    }
+    recipe = story.out / "ties.yml"
+    recipe.write_text(yaml.safe_dump(told), encoding="utf-8")
     with tempfile.TemporaryDirectory(dir=story.out) as folder:
         begin = cpu_seconds()
         subprocess.run([*command, str(recipe), f"{folder}/merged"], check=True, capture_output=True)
@@ -75,7 +76,7 @@ def by_program(story: Story, command: list[str], method: str) -> dict[str, Any]:
 
 
 def beside_mergekit(story: Story) -> None:
-    """Merge by the same recipes with both programs; print losses and CPU seconds."""
+    """Merge by the same recipe with both programs; print losses and CPU seconds."""
     bins = Path(sys.executable).parent
     programs = {
         "ours": [str(bins / "mergekit-lite"), "merge"],
@@ -83,17 +84,12 @@ def beside_mergekit(story: Story) -> None:
     }
     if importlib.util.find_spec("mergekit") is None:
         print(
-            "mergekit is not installed, so its rows are missing; to add them: pip install "
+            "mergekit is not installed, so its row is missing; to add it: pip install "
             "'model-components[bench]'"
         )
         programs.pop("mergekit")
-    for method in RECIPES:
-        for who, command in programs.items():
-            story.figure(
-                "merge",
-                f"{method}, from a recipe, {who}",
-                partial(by_program, story, command, method),
-            )
+    for who, command in programs.items():
+        story.figure("merge", f"ties, from a recipe, {who}", partial(by_program, story, command))
 
 
 def main() -> None:
@@ -101,19 +97,14 @@ def main() -> None:
     if story is None:
         return
     head(story)
-    calibration = [part[:128] for part in story.train]
     ways: dict[str, Callable[[], Any]] = {
         "average": lambda: story.merged(story.components, "linear", weight=BOTH),
-        "slerp": lambda: story.merged(story.components, "slerp", t=0.5),
         "task_arithmetic": lambda: story.merged(
             story.components, "task_arithmetic", weight=[0.7] * len(KINDS)
         ),
         "ties": lambda: story.merged(story.components, "ties", weight=BOTH, density=0.5),
-        "dare_ties": lambda: story.merged(
-            story.components, "dare_ties", weight=[0.7] * len(KINDS), density=0.7
-        ),
-        "regmean": lambda: story.merged(story.components, "regmean", calibration=calibration),
-        "learned masks": lambda: masks(story),
+        "regmean": lambda: regmean(story),
+        "learn_merge": lambda: learned(story),
     }
     found = {
         name: statistics.mean(story.row(name, make) or [float("inf")])

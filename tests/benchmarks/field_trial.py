@@ -1,5 +1,5 @@
 """The field trial (`examples/field_trial/run.py`), its figures as field_trial.json to results, and
-the page's tables.
+the page's tables. Beside our pruning, MoDeGPT's (`pruning_rivals`), trained back in the same way.
 
 The scripts keep what is done in ``--out``, so that this goes on where it was stopped.
 """
@@ -16,29 +16,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.pruning_rivals import modegpt
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
 FOUND, PAGE = RESULTS / "field_trial.json", ROOT / "docs" / "field_trial.md"
 WORK = Path(__file__).parent / "work" / "field_trial"
+RIVAL = "MoDeGPT (MLPs)"
 CHAPTERS = {  # rows of losses, in their order
     "tune": ("base", "specialist edit", "specialist compose"),
     "merge": (
         "average",
-        "slerp",
         "task_arithmetic",
         "ties",
-        "dare_ties",
         "regmean",
-        "learned masks",
+        "learn_merge",
     ),
-    "shrink": (
-        "merged",
-        "half pruned",
-        "half by largest weights",
-        "half pruned, trained back",
-        "half by largest weights, trained back",
-    ),
+    "shrink": ("merged", "pruned", RIVAL, "pruned, trained back", f"{RIVAL}, trained back"),
 }
+
+
+def rival(given: argparse.Namespace) -> None:
+    """Prune the merge by MoDeGPT's method, on the same examples, and train it back."""
+    sys.path.insert(0, str(ROOT / "examples" / "field_trial"))
+    from shrink import SIZE, calibration, merged, trained_back  # pyrefly: ignore[missing-import]
+    from story import Story  # pyrefly: ignore[missing-import]
+
+    story = Story(given)
+
+    def pruned() -> Any:
+        model = merged(story)
+        rows = []
+        for batch in calibration(story):
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                rows.append(ids[mask.bool()][None])
+        modegpt(model, rows, SIZE)
+        return model
+
+    story.row(RIVAL, pruned)
+    story.row(f"{RIVAL}, trained back", lambda: trained_back(story, pruned()))
 
 
 def collected(out: Path) -> dict[str, Any]:
@@ -131,6 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
         subprocess.run(
             [*command, "--out", str(options.out), "--model", str(options.model)], check=True
         )
+        if (options.out / "models" / "merged").is_dir():
+            given = {"data": Path(data), "seeds": 1, "only": ["*"], "smoke": False}
+            rival(argparse.Namespace(**given, model=options.model, out=options.out))
     found = collected(options.out)
     if not found["rows"]:
         print("field_trial: skipped, there are no rows: the model or the data are absent")

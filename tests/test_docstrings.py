@@ -27,7 +27,7 @@ SHAPE = re.compile(
 )
 PAPERS = {  # what has one, and words of it
     "mergekit_lite.extract_lora": "Eckart and Young, 1936",
-    "mergekit_lite.masks.constrain": "2410.08371",
+    "mergekit_lite.masks.constraints.constrain": "2410.08371",
     "mergekit_lite.masks.masked_kl": "1503.02531",
     "mergekit_lite.masks.TaskMixture": "1910.10683",
     "kronecker.LowRankConfig": "2403.07378",

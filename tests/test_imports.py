@@ -50,7 +50,7 @@ def test_packages_load_nothing_until_a_name_is_asked_for():
 def test_layers_load_torch_and_nothing_heavier():
     layers = [
         "from kronecker import KroneckerLinear, LowRankLinear, LowRankEmbedding",
-        "from mergekit_lite.masks import AccurateMaskedLinear, MaskedEmbedding",
+        "from mergekit_lite.masks import MaskedEmbedding, MaskedLayer",
         "from heads.pairwise import PairwiseHead",
     ]
     for statement, packages in zip(layers, loaded(["import torch", *layers]), strict=True):

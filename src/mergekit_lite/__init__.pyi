@@ -1,7 +1,5 @@
-from .adapters import extract_lora, merge_adapters
-from .engine import NotFiniteError
-from .engine.output import OutputError
-from .files import CheckpointError
+from .adapters.combination import merge_adapters
+from .adapters.extraction import extract_lora
 from .functional import merge_models
 from .learning.run import learn_merge
 from .masks.layers import AccurateMaskedLinear, EfficientMaskedLinear
@@ -10,33 +8,23 @@ from .methods import (
     Noise,
     PerModel,
     Range,
-    get_method,
     merge_method,
 )
 from .planning import PlanError, make_plan
-from .recipe import (
-    MergeRecipe,
-    RecipeError,
-    load_recipe,
-)
+from .recipe import RecipeError, load_recipe
 
 __version__: str
 
 __all__ = [
     "METHODS",
     "AccurateMaskedLinear",
-    "CheckpointError",
     "EfficientMaskedLinear",
-    "MergeRecipe",
     "Noise",
-    "NotFiniteError",
-    "OutputError",
     "PerModel",
     "PlanError",
     "Range",
     "RecipeError",
     "extract_lora",
-    "get_method",
     "learn_merge",
     "load_recipe",
     "make_plan",

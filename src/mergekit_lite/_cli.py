@@ -205,7 +205,7 @@ def extract(
         allow_pickle: weights_only also reads pickled .bin checkpoints.
         progress: Show a progress bar; default: only on a terminal.
     """
-    from .adapters import extract_lora
+    from .adapters.extraction import extract_lora
 
     return extract_lora(
         model,

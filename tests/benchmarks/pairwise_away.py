@@ -29,18 +29,18 @@ from transformers import EarlyStoppingCallback, set_seed
 
 from heads.pairwise import (
     Pair,
-    PairwiseDataset,
     PairwiseModel,
     PairwiseTrainer,
     baseline_verdicts,
     calibrate_,
     fit_uncertainty_,
     freeze_,
-    pairwise_metrics,
     predict_pairs,
     split_pairs,
 )
+from heads.pairwise.data.collate import PairwiseDataset
 from heads.pairwise.report.baselines import BASELINES
+from heads.pairwise.report.metrics import pairwise_metrics
 from tests.benchmarks.pairwise_trial import EVERYWHERE, real_pairs, training_arguments
 from tests.benchmarks.pictures import dot_plot
 from tests.benchmarks.results import RESULTS, ROOT, commit, put, today

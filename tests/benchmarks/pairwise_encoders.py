@@ -26,7 +26,6 @@ from transformers import set_seed
 
 from heads.pairwise import (
     Pair,
-    PairwiseDataset,
     PairwiseModel,
     PairwiseTrainer,
     baseline_verdicts,
@@ -34,6 +33,7 @@ from heads.pairwise import (
     fit_uncertainty_,
     freeze_,
 )
+from heads.pairwise.data.collate import PairwiseDataset
 from heads.pairwise.report.baselines import BASELINES
 from tests.benchmarks.pairwise_away import (
     FEATURES,

@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mergekit_lite import CheckpointError, PlanError, RecipeError, load_recipe, merge_models
+from mergekit_lite import PlanError, RecipeError, load_recipe, merge_models
+from mergekit_lite.files import CheckpointError
 from mergekit_lite.files.headers import read_header
 from tests.support.models import save, tiny
 

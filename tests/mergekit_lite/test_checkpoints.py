@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.fused
 import mergekit_lite.engine.passes
-from mergekit_lite import MergeRecipe, PlanError, load_recipe, make_plan, merge_models
+from mergekit_lite import PlanError, load_recipe, make_plan, merge_models
 from mergekit_lite.dtypes import BFLOAT16, FLOAT32, numbers, stored_as
 from mergekit_lite.engine.hashing import hash_file
 from mergekit_lite.files import DictSource, Source, TensorInfo
@@ -30,7 +30,7 @@ from mergekit_lite.planning.complete import (
     misplaced_layer,
     missing_tensors,
 )
-from mergekit_lite.recipe import ModelEntry, Slice
+from mergekit_lite.recipe import MergeRecipe, ModelEntry, Slice
 from tests.support.headers import llama_shapes, write_headers
 from tests.support.models import MAKERS, auto_class, save, save_tokenizer, tiny
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.output
-from mergekit_lite import NotFiniteError, merge_models
-from mergekit_lite.engine import hashing
+from mergekit_lite import merge_models
+from mergekit_lite.engine import NotFiniteError, hashing
 from mergekit_lite.engine.programs import PROGRAMS
 from tests.mergekit_lite.cases import CASES
 from tests.mergekit_lite.test_methods import has_kernel

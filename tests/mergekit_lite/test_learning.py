@@ -225,6 +225,14 @@ def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
         learned(start="model0", compare=())
 
 
+def test_a_start_in_another_dtype_is_read_in_that_of_the_components():
+    merge_models(MODELS, "linear", weight=1.0, out="start", dtype="bfloat16", progress=False)
+    report = learned(start="start", train="lora", compare=())
+    assert set(report.losses) == {*MODELS, "start", "lora from start"}
+    merged = load_file("out/model.safetensors")
+    assert {value.dtype for value in merged.values()} <= {torch.float32, torch.bfloat16}
+
+
 def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):
     merge_models(MODELS, "slerp", base_model="model0", t=0.3, out="start", progress=False)
 

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.output
-from mergekit_lite import OutputError, merge_models
+from mergekit_lite import merge_models
 from mergekit_lite.__main__ import main
 from mergekit_lite.engine.hashing import hash_file
+from model_components._folders import OutputError
 from tests.support.kills import KILLS, run_killed
 
 SCRIPT = f"""

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.running
-from mergekit_lite import MergeRecipe, PlanError, RecipeError, load_recipe, make_plan, merge_models
+from mergekit_lite import PlanError, RecipeError, load_recipe, make_plan, merge_models
 from mergekit_lite.planning.settings import evaluate_setting, setting
-from mergekit_lite.recipe import ModelEntry, Slice, parse_recipe
+from mergekit_lite.recipe import MergeRecipe, ModelEntry, Slice, parse_recipe
 
 FULL = """
 merge_method: ties

@@ -11,15 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import mergekit_lite.engine.output
-from mergekit_lite import (
-    METHODS,
-    CheckpointError,
-    PlanError,
-    RecipeError,
-    load_recipe,
-    merge_method,
-    merge_models,
-)
+from mergekit_lite import METHODS, PlanError, RecipeError, load_recipe, merge_method, merge_models
+from mergekit_lite.files import CheckpointError
 from mergekit_lite.files.headers import read_header
 from tests.mergekit_lite.test_bad_input import header
 from tests.mergekit_lite.test_outputs import interrupt_after

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mergekit_lite import MergeRecipe, PlanError, make_plan, merge_models
+from mergekit_lite import PlanError, make_plan, merge_models
 from mergekit_lite.files import DictSource
-from mergekit_lite.recipe import ModelEntry, Slice
+from mergekit_lite.recipe import MergeRecipe, ModelEntry, Slice
 
 TEXT, VISION, HEAD = "model.language_model.layers.", "model.visual.blocks.", "score."
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("modules", "merging", "masks", "kronecker", "thinker", "lora", "pairwise", "field_trial")
+NAMES = ("modules", "merging", "masks", "kronecker", "thinker", "lora", "pairwise")
 
 
 def cells(name: str) -> list[str]:

@@ -24,12 +24,13 @@ PAGES = (
         "Merging checkpoints",
         "merging",
         (
-            "adapters.AdapterReport",
+            "adapters.report.AdapterReport",
             "layerwise.CalibratedMerge",
             "learning.config.LearnConfig",
             "learning.report.LearnReport",
             "methods.MergeMethod",
             "planning.MergePlan",
+            "recipe.MergeRecipe",
             "recipe.ModelEntry",
             "recipe.Slice",
             "recipe.TokenRule",
@@ -41,7 +42,13 @@ PAGES = (
         "mergekit_lite.masks",
         "Learned masks",
         "masks",
-        ("data.CachedTeachers", "losses.mask_penalty", "report.MaskReport", "report.MaskRow"),
+        (
+            "constraints.constrain",
+            "data.CachedTeachers",
+            "losses.mask_penalty",
+            "report.MaskReport",
+            "report.MaskRow",
+        ),
     ),
     Page(
         "kronecker",
@@ -113,9 +120,18 @@ PAGES = (
         "heads.pairwise",
         "Which answer is better",
         "pairwise",
-        ("training.parameters.parameter_groups",),
+        (
+            "data.collate.PairwiseDataset",
+            "report.metrics.pairwise_metrics",
+            "training.parameters.parameter_groups",
+        ),
     ),
-    Page("model_components.testing", "Testing your own layers", "testing"),
+    Page(
+        "model_components.testing",
+        "Testing your own layers",
+        "testing",
+        ("counting.OperationCount", "equivalence.Judgment", "modules.ModuleReport"),
+    ),
     Page("model_components", "All packages", "commands"),
 )
 

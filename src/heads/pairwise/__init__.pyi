@@ -1,5 +1,5 @@
 from .config import PairwiseConfig
-from .data.collate import PairwiseCollator, PairwiseDataset
+from .data.collate import PairwiseCollator
 from .data.rows import each_pair, read_pairs
 from .functional import pairwise_loss
 from .inference import predict_pairs
@@ -10,7 +10,6 @@ from .packing import check_packing
 from .pairs import Pair, Turn, split_pairs
 from .report.baselines import baseline_verdicts
 from .report.evaluation import calibrate_, pairwise_report
-from .report.metrics import pairwise_metrics
 from .surgery import freeze_
 from .training.guard import DeadRunGuard
 from .training.run import train_judge
@@ -23,7 +22,6 @@ __all__ = [
     "Pair",
     "PairwiseCollator",
     "PairwiseConfig",
-    "PairwiseDataset",
     "PairwiseHead",
     "PairwiseModel",
     "PairwiseTrainer",
@@ -35,7 +33,6 @@ __all__ = [
     "fit_uncertainty_",
     "freeze_",
     "pairwise_loss",
-    "pairwise_metrics",
     "pairwise_report",
     "predict_pairs",
     "read_pairs",

@@ -56,7 +56,9 @@ def check_start(start: str, first: Path) -> None:
     folders: list[Any] = [first, open_source(start).folder]
     configs = [read_config(folder, OPERATION) for folder in folders]
     labels = ["the first component", start]
-    refuse_unlike(configs, folders, labels, AutoModelForCausalLM, {}, strict=True)
+    # the start is loaded in the components' dtype, so its own may be another
+    making = {"dtype": torch.float32}
+    refuse_unlike(configs, folders, labels, AutoModelForCausalLM, making, strict=True)
 
 
 def training_of(out: Path) -> Path:

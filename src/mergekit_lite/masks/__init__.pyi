@@ -1,15 +1,12 @@
 from .config import KLConfig, MaskConfig
-from .constraints import constrain
 from .data import MaskCollator, TaskMixture, TextExamples, cache_teachers
 from .functional import blend, masked_embedding, masked_linear
-from .layers import AccurateMaskedLinear, EfficientMaskedLinear, MaskedEmbedding, MaskedLayer
+from .layers import MaskedEmbedding, MaskedLayer
 from .losses import masked_kl
 from .merger import Merger
 from .training import MaskTrainer, shard_frozen_
 
 __all__ = [
-    "AccurateMaskedLinear",
-    "EfficientMaskedLinear",
     "KLConfig",
     "MaskCollator",
     "MaskConfig",
@@ -21,7 +18,6 @@ __all__ = [
     "TextExamples",
     "blend",
     "cache_teachers",
-    "constrain",
     "masked_embedding",
     "masked_kl",
     "masked_linear",

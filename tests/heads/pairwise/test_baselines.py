@@ -7,8 +7,9 @@ import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
-from heads.pairwise import Pair, Turn, baseline_verdicts, pairwise_metrics, pairwise_report
+from heads.pairwise import Pair, Turn, baseline_verdicts, pairwise_report
 from heads.pairwise.report.baselines import BASELINES, clustered, near_in_length, rivals_of
+from heads.pairwise.report.metrics import pairwise_metrics
 from heads.pairwise.surface import NAMES, surface_of, surfaces_of
 
 

@@ -6,7 +6,8 @@ from tests.heads.pairwise.support import model_of, pairs_of, tokenizer_of, words
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, PreTrainedTokenizerFast
 
-from heads.pairwise import PairwiseCollator, PairwiseConfig, PairwiseDataset, Turn
+from heads.pairwise import PairwiseCollator, PairwiseConfig, Turn
+from heads.pairwise.data.collate import PairwiseDataset
 from heads.pairwise.data.template import Template, cut_middle
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from tests.heads.pairwise.support import model_of, pairs_of
 
-from heads.pairwise import Pair, calibrate_, pairwise_metrics, pairwise_report, predict_pairs
+from heads.pairwise import Pair, calibrate_, pairwise_report, predict_pairs
 from heads.pairwise.report.evaluation import CalibrationReport, _seen
 from heads.pairwise.report.metrics import (
     calibration_bins,
     cautious_temperature,
     fit_temperature,
+    pairwise_metrics,
 )
 
 

@@ -4,14 +4,9 @@ import pytest
 import torch
 from tests.heads.pairwise.test_model import PAIRS, model_of
 
-from heads.pairwise import (
-    PairwiseModel,
-    calibrate_,
-    fit_uncertainty_,
-    pairwise_metrics,
-    predict_pairs,
-)
+from heads.pairwise import PairwiseModel, calibrate_, fit_uncertainty_, predict_pairs
 from heads.pairwise.inference import sides_of
+from heads.pairwise.report.metrics import pairwise_metrics
 from heads.pairwise.uncertainty import _least_sure
 
 

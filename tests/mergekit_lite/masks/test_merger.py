@@ -10,21 +10,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mergekit_lite import merge_models
+from mergekit_lite import AccurateMaskedLinear, EfficientMaskedLinear, merge_models
 from mergekit_lite.masks import (
-    AccurateMaskedLinear,
-    EfficientMaskedLinear,
     KLConfig,
     MaskConfig,
     MaskedEmbedding,
     MaskedLayer,
     Merger,
     config,
-    constrain,
     constraints,
     masked_linear,
 )
-from mergekit_lite.masks.constraints import unconstrain
+from mergekit_lite.masks.constraints import constrain, unconstrain
 from mergekit_lite.masks.surgery import masked_class
 from tests.support.models import auto_class, save, save_tokenizer, tiny
 

@@ -1,10 +1,11 @@
-"""Chapter 2. Merge both specialists: by formulas, in closed form, by training, and by mergekit.
+"""Chapter 2. Merge both specialists: without data, by RegMean, by training, and by mergekit.
 
     python examples/field_trial/merge.py        # after tune.py
 
 Each method has the parameters that a user would try first; no parameter is tuned on the held-out
-examples. If mergekit is installed (extra `bench`), it merges the same checkpoints by the same
-recipes. The next chapters use the best merge.
+examples. If mergekit is installed (extra `bench`), both programs merge the same checkpoints by the
+same TIES recipe. The next chapters use the merge with the lowest mean loss on the held-out
+examples.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ TIES = {"weight": 1.0, "density": 0.5}
 
 
 def learned(story: Story) -> Any:
-    """Train adapters on the RegMean merge, towards the specialists' logits."""
+    """Train LoRA adapters of the RegMean merge on the specialists' logits; return the result."""
     folder = story.out / "models" / "learned"
     if not folder.is_dir():
         learn_merge(
@@ -54,9 +55,9 @@ def regmean(story: Story) -> Any:
 
 
 def by_program(story: Story, command: list[str]) -> dict[str, Any]:
-    """Merge a recipe of TIES by running a program, as a user does.
+    """Merge both specialists by a TIES recipe, by running a program, as a user does.
 
-    Return the merge's held-out loss and the program's CPU seconds.
+    Return the mean held-out loss, in nats per token, and the program's CPU seconds.
     """
     models = [{"model": str(story.checkpoint_of(k)), "parameters": TIES} for k in range(len(KINDS))]
     told = {

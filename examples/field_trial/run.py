@@ -8,7 +8,7 @@ Data      *.json in --data: lists of {"instruction", "input", "output"}, and for
           missing, the script prints what is missing and ends.
 Time      90 minutes of CPU time in all; finished parts are kept in OUT, and the same command
           continues from there
-Result    a table for each chapter, with the usual alternatives; docs/field_trial.md has our results
+Result    a table for each chapter; docs/field_trial.md has our results and more comparisons
 """
 
 import subprocess

@@ -2,8 +2,9 @@
 
     python examples/field_trial/shrink.py       # after merge.py
 
-`prune_` drops neurons until seven tenths of all parameters are left, and fits the others. Then the
-smaller model is trained on the logits of the merge.
+`prune_` drops neurons until 70 % of all parameters are left, and fits the remaining neurons to make
+up for the dropped ones. Then the smaller model is trained back, that is, trained on the logits of
+the merge to recover its loss.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def merged(story: Story) -> Any:
 
 
 def calibration(story: Story) -> list[dict[str, Any]]:
-    """Return 128 training examples, about 12,000 tokens."""
+    """Return 16 batches of 8 training examples (2 with --smoke), about 12,000 tokens in all."""
     return [
         {n: b[n] for n in ("input_ids", "attention_mask")}
         for b in story.batches(2 if story.given.smoke else 16)

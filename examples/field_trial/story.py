@@ -28,7 +28,8 @@ class Story(Trial):
     Every result is stored in OUT, and no result is computed twice.
     """
 
-    # fewer steps than in `train_masks_on_instructions.py`: 90 CPU minutes are for all chapters
+    # steps and rate of each kind's specialist; fewer steps than `train_masks_on_instructions.py`
+    # has, because all chapters together should take 90 CPU minutes
     tuned = ((60, 1e-3), (70, 2e-3))
 
     def models(self) -> dict[str, Path]:
@@ -98,7 +99,7 @@ class Story(Trial):
         return folder
 
     def texts(self, examples: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-        """Return examples as rows of text."""
+        """Return examples as rows of two texts, ``prompt`` and ``completion``."""
         rows = []
         for example in examples:
             pairs = list(zip(example["input_ids"], example["labels"], strict=True))

@@ -2,7 +2,8 @@
 
     python examples/field_trial/tune.py
 
-The losses are the same with peft's own forward (docs/lora.md).
+The adapters are trained with the LoRA forward of `prepare_lora`; docs/lora.md compares it with
+peft's own.
 """
 
 from story import KINDS, begin, head

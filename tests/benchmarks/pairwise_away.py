@@ -6,7 +6,8 @@ in no training pair (on prompts that no training pair has), people's choices bet
 answers (hh-rlhf), and answers beside more or less polite rewrites. The same head's verdicts as they are, divided by a
 temperature from held-out pairs, and with `fit_uncertainty_` by the same pairs; with all training
 pairs and with a part of them. Beside gradient-boosted trees on surface features, and the mean of both.
-Last, the judge after `calibrate_` on 100 pairs of the test's own source, judged on the others.
+Also the judge after `fit_uncertainty_` and `calibrate_` on 100 pairs of each test, with its figures
+on the other pairs of that test.
 Not timed.
 """
 
@@ -163,7 +164,10 @@ def figures(verdicts: Tensor, pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def on_own_pairs(model: Any, data: PairwiseDataset, seed: int) -> dict[str, float]:
-    """Figures after `calibrate_` on pairs of the test's own source, on the other pairs."""
+    """The figures on a test's other pairs after `calibrate_` on 100 pairs of the test.
+
+    The temperature is 1 again afterwards.
+    """
     order = random.Random(seed).sample(range(len(data)), len(data))
     own, others = ([data.pairs[i] for i in part] for part in (order[:OWN], order[OWN:]))
     sets_of_both = [model.dataset(part, progress=False) for part in (own, others)]
@@ -241,9 +245,10 @@ def write_table() -> None:
     note = (
         "The last six columns are log-losses; always saying one half has 0.693. Of the judge: the "
         f"median (and range) of {len(SEEDS)} seeds, as trained, after `calibrate_`, and after "
-        "`fit_uncertainty_` without `calibrate_`; the accuracy is that of these three. "
-        f"`calibrate_` on {OWN} own pairs: after `fit_uncertainty_`, a temperature from {OWN} pairs of "
-        "the test, which differ with the seed, and judged on the other pairs. Trees: boosted "
+        "`fit_uncertainty_` without `calibrate_`; the accuracy is the median of the seeds, and is the "
+        f"same in these three columns. `calibrate_` on {OWN} own pairs: after `fit_uncertainty_`, the "
+        f"temperature is fitted to {OWN} pairs of the row's test set, drawn anew for each seed; the "
+        "log-loss is that on the test set's other pairs. Trees: boosted "
         "trees on style, one fit. With trees: the mean of the log-probabilities of the judge after "
         "`fit_uncertainty_` and of the trees, normalized. Frozen MiniLM, four layers. Measured "
         f"{found['date']} at {found['commit']}."

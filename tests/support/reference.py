@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 
@@ -142,6 +145,16 @@ def names(page: Page) -> list[str]:
     return [f"{page.package}.{name}" for name in (*module.__all__, *page.more)]
 
 
+def written_below(name: str, package: ModuleType) -> str:
+    """The first line of the text below a constant, which has no docstring at run time."""
+    folder = Path(str(package.__file__)).parent
+    below = re.compile(rf'^{name}\b.*=.*\n"""(.+?)(?:""")?$', re.M)
+    for path in sorted(folder.rglob("*.py")):
+        if found := below.search(path.read_text(encoding="utf-8")):
+            return found[1]
+    return ""
+
+
 def text(page: Page) -> str:
     """The page: a table of first lines, then each name whole, as mkdocstrings writes it."""
     lines = [
@@ -159,6 +172,8 @@ def text(page: Page) -> str:
             said = (inspect.getdoc(thing) or "").split("\n")[0]
         elif isinstance(thing, Mapping):
             said = ", ".join(f"`{key}`" for key in thing)
+        else:
+            said = written_below(short, importlib.import_module(home))
         lines.append(
             f"| [`{name.removeprefix(page.package + '.')}`][{name}] | "
             f"{said.replace('|', '&#124;')} |"

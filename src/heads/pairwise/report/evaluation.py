@@ -114,10 +114,7 @@ class PairwiseReport(Report):
             f"log-loss {metrics.log_loss:.4f} is above {metrics.log_loss_prior:.4f}, the log-loss "
             "of always predicting the labels' class frequencies"
         )
-        told = [
-            f"{worse}: the probabilities are worse than none; call calibrate_ with 100 held-out "
-            "pairs or more"
-        ]
+        told = [f"{worse}, which needs no judge; call calibrate_ with 100 held-out pairs or more"]
         return [
             *told * (metrics.log_loss > metrics.log_loss_prior),
             *self.seen,
@@ -290,8 +287,10 @@ class CalibrationReport(Report):
         pairs: Number of pairs that the temperature was fitted on.
         temperature: The temperature that was set.
         best_inverse: The inverse of the temperature with the lowest log-loss on these pairs. It is
-            near 0 if the verdicts are no better than chance, and negative if they are worse.
-        error: Standard error of ``best_inverse``.
+            near 0 if the verdicts are no better than chance, and negative if they are worse. It is
+            limited to -1 to 50.
+        error: Standard error of ``best_inverse``; infinite if there is only one prompt, or if every
+            verdict is right.
         before: The log-loss on these pairs before the call, in nats.
         after: The log-loss on these pairs after the call.
     """

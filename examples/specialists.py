@@ -55,6 +55,7 @@ class Trial:
         self.settings = {
             "model": given.model.name,
             "steps": self.steps,
+            "tuned": [list(one) for one in self.tuned],
             "examples": [len(part) for part in self.train],
         }
         (self.out / "rows").mkdir(parents=True, exist_ok=True)

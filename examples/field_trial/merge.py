@@ -30,13 +30,16 @@ TIES = {"weight": 1.0, "density": 0.5}
 def learned(story: Story) -> Any:
     """Train LoRA adapters of the RegMean merge on the specialists' logits; return the result."""
     folder = story.out / "models" / "learned"
+    start = story.out / "models" / "regmean"
+    if not start.is_dir():
+        regmean(story)
     if not folder.is_dir():
         learn_merge(
             story.components,
             [story.texts(part) for part in story.train],
             out=folder,
             base=story.model,
-            start=str(story.out / "models" / "regmean"),
+            start=str(start),
             train="lora",
             max_steps=story.steps,
             compare=(),

@@ -225,12 +225,15 @@ def test_masks_of_components_that_differ_in_the_embedding_alone_are_refused():
         learned(start="model0", compare=())
 
 
-def test_a_start_in_another_dtype_is_read_in_that_of_the_components():
+@pytest.mark.parametrize("train", ["masks", "lora", "all"])
+def test_a_start_in_another_dtype_is_read_in_that_of_the_components(train):
     merge_models(MODELS, "linear", weight=1.0, out="start", dtype="bfloat16", progress=False)
-    report = learned(start="start", train="lora", compare=())
-    assert set(report.losses) == {*MODELS, "start", "lora from start"}
+    report = learned(start="start", train=train, compare=())
+    assert set(report.losses) == {*MODELS, "start", f"{train} from start"}
+    # the start itself is copied as it is
+    written = torch.bfloat16 if report.delivered == "start" else torch.float32
     merged = load_file("out/model.safetensors")
-    assert {value.dtype for value in merged.values()} <= {torch.float32, torch.bfloat16}
+    assert {value.dtype for value in merged.values()} == {written}
 
 
 def test_a_start_in_a_folder_is_delivered_if_training_spoils_it(monkeypatch):

@@ -368,11 +368,13 @@ class _Run:
         if self.config.start == "average":
             merger = self.teachers
         else:
+            # of the components, because a start in a folder may have another
+            dtype = str(self.teachers.dtype).removeprefix("torch.")
             self.teachers = None  # freed before the components are loaded again
             merger = Merger.from_pretrained(
                 self.components,
                 base=self._merged(self.config.start),
-                dtype=self.config.dtype,
+                dtype=dtype,
                 granularity=self.config.granularity,
                 # masks of 0 take nothing from the components, so training begins at the base
                 initial=0.0,

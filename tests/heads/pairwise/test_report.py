@@ -297,18 +297,46 @@ def test_a_judge_that_knows_nothing_of_a_source_becomes_unsure_of_it(inverse):
     assert sum(after) / 20 < math.log(2) + 0.01
 
 
-def test_every_verdict_wrong_makes_a_judge_unsure():
-    wrong = torch.tensor([[2.0, 0.0]]).repeat(10, 1)
-    found = cautious_temperature(wrong, [1] * 10, range(10))
-    assert found.best_inverse == pytest.approx(-1)
-    assert found.value == pytest.approx(50)
+@pytest.mark.parametrize("gap", [2.0, 8.0, 40.0, 800.0])
+@pytest.mark.parametrize("shift", [0.0, 1e8])
+def test_every_verdict_wrong_makes_a_judge_unsure(gap, shift):
+    for right in (0, 1):
+        logits = torch.full((100, 2), shift, dtype=torch.float64)
+        logits[:, right] += gap
+        found = cautious_temperature(logits, [1 - right] * 100, range(100))
+        assert found.best_inverse < 0
+        assert found.value == pytest.approx(50)
+
+
+def test_few_pairs_or_prompts_hardly_change_a_temperature():
+    split = torch.tensor([[0.5, 0.5]] * 2)
+    two = cautious_temperature(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), split, ["p", "q"])
+    assert two.value < 2  # it was 50: the slopes of both pairs are 0, and so was the error
+    answers = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    assert cautious_temperature(answers, [0, 1, 0, 1], ["p", "p", "q", "q"]).value < 3
+    # of a calibrated judge
+    draw = torch.Generator().manual_seed(0)
+    costs = []
+    for _ in range(300):
+        gap = torch.randn(10, generator=draw, dtype=torch.float64) * 2
+        logits = torch.stack([gap, -gap], 1) / 2
+        labels = torch.multinomial(logits.softmax(-1), 1, generator=draw)[:, 0]
+        found = cautious_temperature(logits, labels, [number // 2 for number in range(10)])
+        shares = logits.softmax(-1)
+        tempered = (logits / found.value).log_softmax(-1)
+        costs.append(float((shares * (shares.log() - tempered)).sum(1).mean()))
+    assert sum(costs) / 300 < 0.007
 
 
 def test_a_judge_that_is_not_better_than_chance_is_told_apart():
     told = str(CalibrationReport(100, 20.0, 0.1, 0.2, 0.9, 0.69))
     assert "1 / temperature = 0.1 ± 0.2" in told
     assert "not better than chance" in told
+    assert "not better than chance" in str(CalibrationReport(100, 50.0, 0.0, 0.0, 0.9, 0.69))
     assert "not better than chance" not in str(CalibrationReport(100, 1.1, 0.9, 0.2, 0.5, 0.5))
+    assert "not better than chance" not in str(CalibrationReport(9, 1.0, 50.0, math.inf, 0.5, 0.5))
+    # equal logits say nothing
+    assert cautious_temperature(torch.zeros(10, 2), [0, 1] * 5, range(10)).value == 1
 
 
 def test_answers_of_one_length_are_no_longer_ones():

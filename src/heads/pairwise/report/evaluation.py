@@ -24,6 +24,7 @@ from .baselines import (
     rivals_of,
 )
 from .metrics import (
+    MOST,
     PairwiseMetrics,
     at_verdict,
     calibration_bins,
@@ -288,9 +289,9 @@ class CalibrationReport(Report):
         temperature: The temperature that was set.
         best_inverse: The inverse of the temperature with the lowest log-loss on these pairs. It is
             near 0 if the verdicts are no better than chance, and negative if they are worse. It is
-            limited to -1 to 50.
-        error: Standard error of ``best_inverse``; infinite if there is only one prompt, or if every
-            verdict is right.
+            limited to -1 to 50, and is 50 if every verdict is right or all logits are equal.
+        error: Standard error of ``best_inverse``; infinite if there is only one prompt, or if
+            ``best_inverse`` is 50.
         before: The log-loss on these pairs before the call, in nats.
         after: The log-loss on these pairs after the call.
     """
@@ -313,7 +314,7 @@ class CalibrationReport(Report):
             f"best on these pairs: 1 / temperature = {self.best_inverse:.3g} ± {self.error:.2g} "
             "(one standard error)"
         ]
-        if self.best_inverse < 2 * self.error < math.inf:
+        if self.best_inverse <= 1 / MOST or self.best_inverse < 2 * self.error < math.inf:
             lines.append(
                 "on these pairs the judge is not better than chance by two standard errors"
             )
@@ -329,7 +330,9 @@ def calibrate_(
 
     Verdicts do not change. The temperature is a buffer of the head, and divides logits in
     evaluation. It is shrunk toward 1 if there are few pairs or prompts, and is set below 1 only if
-    the evidence for this exceeds two standard errors (`cautious_temperature`).
+    the evidence for this exceeds two standard errors (`cautious_temperature`). With a class for
+    ties, it also moves the probability of a tie toward one third; if your labels have no ties, use
+    a model with ``ties=False``.
 
     Args:
         model: A `PairwiseModel`.

@@ -23,11 +23,10 @@ from ..inference import verdicts_of
 _BINS = 15
 # limits of a fitted temperature
 _LEAST = 0.02
-_MOST = 50.0
-# Prior standard deviation of 1 / temperature, whose prior mean is 1. In simulations with 10 to 300
-# pairs, 0.5 raises the log-loss of a calibrated judge by at most 0.007 nats. A judge whose verdicts
-# are chance has a log-loss of 0.37 or 1.41 nats above that of always saying one half, depending on
-# the spread of its logits, and keeps 0.1 nats or less of it. With 0.3, it is 0.003 and 0.2 nats.
+MOST = 50.0
+# Prior standard deviation of 1 / temperature, whose prior mean is 1. With 0.5, ten pairs raise the
+# log-loss of a calibrated judge by less than 0.007 nats, and a hundred pairs bring a judge whose
+# verdicts are chance to less than 0.01 nats above always saying one half (both in tests).
 _PRIOR = 0.5
 
 
@@ -224,14 +223,6 @@ def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
     ... )  # 3 : 1
     7.2819...
     """
-    return 1 / _limited(_best_inverse(logits, labels))
-
-
-def _best_inverse(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
-    """Return the factor of the logits, from -1 to 50, that minimizes the log-loss.
-
-    It is the inverse of the best temperature, but negative if the judge is worse than chance.
-    """
     logits = logits.double()
     shares = shares_of(labels, logits.shape[-1])
     if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
@@ -240,22 +231,31 @@ def _best_inverse(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
             "pairs, and labels of shape (N,) or (N, C), got shapes "
             f"{list(logits.shape)} and {list(torch.as_tensor(labels).shape)}"
         )
+    return 1 / _limited(_best_inverse(logits, shares))
+
+
+def _best_inverse(logits: Tensor, shares: Tensor, pull: float = 0.0) -> float:
+    """Return the factor of the logits, from -1 to 50, that minimizes the log-loss.
+
+    It is the inverse of the best temperature, but negative if the judge is worse than chance. The
+    log-loss is the mean over pairs, plus ``pull / 2`` times the squared difference of factor and 1.
+    """
     wanted = (shares * logits).sum(1).mean()
     low = -1.0  # a minimum below -1 counts as -1, because no temperature is negative
     high = 1 / _LEAST
-    # the log-loss is convex in the factor, so bisection on its derivative finds the minimum; 100
+    # the sum is convex in the factor, so bisection on its derivative finds the minimum; 100
     # halvings are more than a double has digits
     for _ in range(100):
         middle = (low + high) / 2
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
-        # mean - wanted is the derivative; if it is positive, the minimum is below middle
-        low, high = (low, middle) if mean > wanted else (middle, high)
+        slope = mean - wanted + pull * (middle - 1)
+        low, high = (low, middle) if slope > 0 else (middle, high)
     return (low + high) / 2
 
 
 def _limited(inverse: float) -> float:
     """Limit the inverse of a temperature so that the temperature is from 0.02 to 50."""
-    return min(max(inverse, 1 / _MOST), 1 / _LEAST)
+    return min(max(inverse, 1 / MOST), 1 / _LEAST)
 
 
 class Temperature(NamedTuple):
@@ -265,9 +265,9 @@ class Temperature(NamedTuple):
         value: The temperature to use.
         best_inverse: The inverse of the temperature with the lowest log-loss on these pairs. It is
             near 0 if the verdicts are no better than chance, and negative if they are worse. It is
-            limited to -1 to 50.
+            limited to -1 to 50, and is 50 if every verdict is right or all logits are equal.
         error: Standard error of ``best_inverse``, clustered by prompt; infinite if there is only
-            one prompt, or if every verdict is right.
+            one prompt, or if ``best_inverse`` is 50.
     """
 
     value: float
@@ -302,12 +302,14 @@ def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]
 def cautious_temperature(
     logits: Tensor, labels: Sequence[object] | Tensor, prompts: Sequence[object]
 ) -> Temperature:
-    """Fit a temperature, and shrink it toward 1, depending on its standard error.
+    """Fit a temperature, and shrink it toward 1 if there are few pairs or prompts.
 
-    The temperature's inverse has a normal prior of mean 1 and standard deviation 0.5. Pairs with
-    the same prompt are not independent, so the standard error is clustered by prompt. The
+    The temperature's inverse has a normal prior of mean 1 and standard deviation 0.5; the result is
+    the most likely temperature (maximum a posteriori). Pairs with the same prompt are not
+    independent: they count as fewer pairs, and the standard error is clustered by prompt. The
     temperature is below 1 only if the evidence for this exceeds two standard errors, because a
-    judge that becomes more confident by chance is worse on other pairs.
+    judge that becomes more confident by chance is worse on other pairs. With a single prompt, it
+    is 1.
 
     Args:
         logits: The logits, (N, C), of pairs that were not trained on.
@@ -321,22 +323,30 @@ def cautious_temperature(
     >>> cautious_temperature(few, [0, 0], ["a", "b"]).value
     1.0
     """
-    best = _best_inverse(logits, labels)
-    logits = logits.double()
+    shares = shares_of(labels, logits.shape[-1])
+    # the same for all classes of a pair, this changes no probability, and large logits lose fewer
+    # digits
+    logits = logits.double() - logits.double().mean(1, keepdim=True)
+    best = _best_inverse(logits, shares)
     probabilities = (logits * best).softmax(-1)
-    wanted = shares_of(labels, logits.shape[-1])
+    centered = logits - (probabilities * logits).sum(1, keepdim=True)
     # derivatives of the log-loss with respect to 1 / T: the first for each pair, the second for all
-    slopes = ((probabilities - wanted) * logits).sum(1)
-    means = (probabilities * logits).sum(1)
-    curvature = float((probabilities * logits.square()).sum(1).sub(means.square()).sum())
+    slopes = ((probabilities - shares) * centered).sum(1)
+    curvature = float((probabilities * centered.square()).sum())
     sums = _by_prompt(slopes, prompts)
+    if len(sums) < 2:
+        return Temperature(1.0, best, math.inf)
+    spread = sum(value**2 for value in sums) * len(sums) / (len(sums) - 1)
     error = math.inf
-    # if every verdict is right, there is no best temperature, and the fit stops at its limit
-    if len(sums) > 1 and curvature > 0 and best < 0.99 / _LEAST:
-        spread = sum(value**2 for value in sums) * len(sums) / (len(sums) - 1)
-        error = spread**0.5 / curvature
-    if best > 1 and (best - 2 * error < 1 or not _is_underconfident(logits, wanted, prompts)):
+    repeats = 1.0
+    if curvature > 0:
+        # if every verdict is right, there is no best temperature, and the fit stops at its limit
+        if best < 0.99 / _LEAST:
+            error = spread**0.5 / curvature
+        # of independent pairs, the spread is the curvature; if pairs of a prompt are alike, it is
+        # larger, and so many pairs count as one
+        repeats = max(1.0, spread / curvature)
+    if best > 1 and (best - 2 * error < 1 or not _is_underconfident(logits, shares, prompts)):
         return Temperature(1.0, best, error)
-    # the posterior mean of a normal prior and estimate; with an infinite error it is 1
-    inverse = 1 + (best - 1) * _PRIOR**2 / (_PRIOR**2 + error**2)
+    inverse = _best_inverse(logits, shares, pull=repeats / (_PRIOR**2 * len(logits)))
     return Temperature(1 / _limited(inverse), best, error)

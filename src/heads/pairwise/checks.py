@@ -52,9 +52,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
             f"tokens for an encoder with only {rows} embeddings"
         )
     for name in ("pad", "cls", "sep", "bos", "eos"):
-        theirs, ours = (
-            getattr(side, f"{name}_token_id", None) for side in (encoder.config, tokenizer)
-        )
+        theirs = getattr(encoder.config, f"{name}_token_id", None)
+        ours = getattr(tokenizer, f"{name}_token_id", None)
         # some configs, such as Llama 3's, list several end-of-text ids
         known = theirs if isinstance(theirs, list) else [theirs]
         # many configs and tokenizers do not set some of these ids

@@ -184,9 +184,9 @@ class Judge(CompleteModel):
         dtype = self.head.outer.weight.dtype
         a = a.to(dtype)
         b = b.to(dtype)
-        surface_a, surface_b = (
-            look if look is None else look.to(dtype) for look in (surface_a, surface_b)
-        )
+        if surface_a is not None and surface_b is not None:
+            surface_a = surface_a.to(dtype)
+            surface_b = surface_b.to(dtype)
         if alike == "encoder":
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:

@@ -146,7 +146,9 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     earlier = getattr(model, "_frozen_by_us", [])
     for parameter in earlier:
         parameter.requires_grad_(True)
-    ours = [p for _, module in parts for p in module.parameters() if p.requires_grad]
+    ours = []
+    for _, module in parts:
+        ours += [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in ours:
         parameter.requires_grad_(False)
     model.__dict__["_frozen_by_us"] = ours  # a plain attribute, so that no state dict has it

@@ -203,8 +203,12 @@ def rivals_of(
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
     """Return, for each pair, whether the longer answer is at most a fifth longer."""
-    sizes = [[len(said_by("assistant", answer)) for answer in (pair.a, pair.b)] for pair in pairs]
-    return torch.tensor([max(one) <= NEAR * min(one) for one in sizes])
+    near = []
+    for pair in pairs:
+        one = len(said_by("assistant", pair.a))
+        other = len(said_by("assistant", pair.b))
+        near.append(max(one, other) <= NEAR * min(one, other))
+    return torch.tensor(near)
 
 
 def near_accuracy(found: Tensor, wanted: Tensor, near: Tensor) -> float:

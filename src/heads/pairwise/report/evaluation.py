@@ -230,9 +230,9 @@ def pairwise_report(
         train = as_pairs("pairwise_report", train, model.config.num_classes)
     found = predict_pairs(model, data, batch_size=batch_size, parts=True, progress=progress)
     labels = _labels(data)
-    lengths = tuple(
-        (len(said_by("assistant", p.a)), len(said_by("assistant", p.b))) for p in data.pairs
-    )
+    lengths = []
+    for pair in data.pairs:
+        lengths.append((len(said_by("assistant", pair.a)), len(said_by("assistant", pair.b))))
     metrics = pairwise_metrics(
         found.log_probabilities,
         labels,
@@ -253,7 +253,16 @@ def pairwise_report(
     }
     seen = () if train is None else _seen(train, data.pairs)
     return PairwiseReport(
-        metrics, model.packing, data.report, found, tuple(labels), near, owed, lengths, rivals, seen
+        metrics,
+        model.packing,
+        data.report,
+        found,
+        tuple(labels),
+        near,
+        owed,
+        tuple(lengths),
+        rivals,
+        seen,
     )
 
 

@@ -51,7 +51,7 @@ def parameter_groups(
     lowest = encoder_parts(model.encoder, "embeddings") if layers else []
     for _, module in lowest:
         depth_of |= {id(p): len(layers) for p in module.parameters()}
-    head = {id(p) for part in (model.pool, model.head) for p in part.parameters()}
+    head = {id(parameter) for parameter in model.head.parameters()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:

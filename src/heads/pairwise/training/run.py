@@ -308,7 +308,9 @@ def _prompts(pairs: list[Pair]) -> set[str]:
 
 def _split(pairs: list[Pair], config: JudgeConfig) -> tuple[_Parts, tuple[str, ...]]:
     """Split pairs by prompt and answering model; also return the names of held-out models."""
-    counts = Counter(name for pair in pairs for name in pair.writers if name)
+    counts: Counter[str] = Counter()
+    for pair in pairs:
+        counts.update(filter(None, pair.writers))
     names = sorted(name for name, n in counts.items() if n < _REFERENCE_SHARE * len(pairs))
     held = config.unseen_writers
     if held is None:

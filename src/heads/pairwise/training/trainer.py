@@ -137,10 +137,10 @@ class PairwiseTrainer(StepTrainer):
         if judge.config.ties:
             # at least half a pair, because rates of 0 and 1 have infinite logits
             least = 0.5 / len(data)
-            ties = sum(
-                label[2] if isinstance(label, tuple) else label == 2 for label in data.labels
-            ) / len(data)
-            judge.head.set_tie_rate_(min(max(ties, least), 1 - least))
+            ties = 0.0
+            for label in data.labels:
+                ties += label[2] if isinstance(label, tuple) else label == 2
+            judge.head.set_tie_rate_(min(max(ties / len(data), least), 1 - least))
         # evenly spaced, because the pairs may be sorted
         some = range(0, len(data), max(1, len(data) // (_ALL if data.encoded else _SOME)))
         judge.head.fit_(*sides_of(judge, data, some))

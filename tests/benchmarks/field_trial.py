@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.benchmarks.pruning_rivals import modegpt
 from tests.benchmarks.results import RESULTS, ROOT, commit, hardware, put, today
 
@@ -49,7 +51,9 @@ def rival(given: argparse.Namespace) -> None:
         for batch in calibration(story):
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
                 rows.append(ids[mask.bool()][None])
-        modegpt(model, rows, SIZE)
+        # without gradients, or the graphs of all calibration batches would be kept
+        with torch.no_grad():
+            modegpt(model, rows, SIZE)
         return model
 
     story.row(RIVAL, pruned)

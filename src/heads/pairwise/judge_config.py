@@ -32,6 +32,9 @@ class JudgeConfig(CheckedConfig):
         pooling: Hidden states that represent an answer; see PairwiseConfig.
         surface: Surface features given to the head: length, style, overlap. Must be empty with
             link=concat.
+        ties: keep gives the judge a class for ties if any pair is a tie. drop leaves tied pairs
+            out, and the judge has only A and B. auto means drop if less than one pair in 20 is a
+            tie.
         max_tokens: Maximum number of tokens in a sequence (prompt, answer and special tokens);
             default: the limit of encoder and tokenizer.
         hidden_features: Hidden width of the head. 0 means a width of 64 with link=antisymmetric,
@@ -62,6 +65,7 @@ class JudgeConfig(CheckedConfig):
     link: Link = "antisymmetric"
     pooling: tuple[Pooling, ...] = ("mean", "last")
     surface: tuple[Surface, ...] = SURFACE
+    ties: Literal["auto", "keep", "drop"] = "auto"
     max_tokens: MaybeWhole = None
     hidden_features: Annotated[int, Range(least=0)] = 0
     dropout: Annotated[float, Range(least=0, below=1)] = 0.3

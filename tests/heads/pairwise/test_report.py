@@ -187,7 +187,7 @@ def test_calibration_keeps_verdicts_and_lowers_the_log_loss(link):
     assert "log-loss" in str(report)
     with torch.no_grad():
         model.head.temperature.fill_(0.02)
-    assert "class frequencies, which needs no judge; call calibrate_ with" in str(
+    assert "class frequencies, which needs no judge; fit the temperature to 100" in str(
         pairwise_report(model, data, progress=False)
     )
     assert "which needs no judge" not in str(after)

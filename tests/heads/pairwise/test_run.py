@@ -18,7 +18,7 @@ from transformers import (
 
 from heads.pairwise import Pair, PairwiseModel, train_judge
 from heads.pairwise.judge_config import JudgeConfig
-from heads.pairwise.training.run import PairwiseTrainer, _model, _split
+from heads.pairwise.training.run import PairwiseTrainer, _decided, _model, _split
 from model_components._cli import main
 
 SHORT = {"epochs": 3, "batch_size": 16, "surface": ("length",), "progress": False}
@@ -38,6 +38,27 @@ def written(count=160, writers=8):
         names = (f"m{number % writers}", "everywhere")
         found.append(Pair(*pair[:4], names if number % 2 else names[::-1]))
     return found
+
+
+def test_few_ties_are_left_out(encoder, tmp_path):
+    pairs = [pair._replace(label=pair.label % 2) for pair in written()]
+    pairs[:3] = [pair._replace(label=2) for pair in pairs[:3]]
+    pairs[3] = pairs[3]._replace(label=(0.5, 0.25, 0.25))
+    found = {}
+    for ties in ("auto", "drop", "keep"):
+        out = tmp_path / ties
+        report = train_judge(pairs, encoder, out=out, ties=ties, **SHORT)
+        found[ties] = report.read
+        judge = PairwiseModel.from_pretrained(out / "model")
+        assert judge.config.num_classes == (3 if ties == "keep" else 2)
+    left_out = "160 pairs\n3 ties left out (ties='keep' keeps them)"
+    assert found == {"auto": left_out, "drop": left_out, "keep": "160 pairs"}
+    kept, count = _decided(pairs, JudgeConfig())
+    assert (count, kept[0].label) == (3, (2 / 3, 1 / 3))
+    many = [pair._replace(label=2) for pair in pairs]
+    assert _decided(many, JudgeConfig()) == (many, 0)
+    with pytest.raises(ValueError, match=r"train_judge: .*got 160 ties"):
+        _decided(many, JudgeConfig(ties="drop"))
 
 
 def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):

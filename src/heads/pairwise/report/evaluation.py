@@ -115,7 +115,10 @@ class PairwiseReport(Report):
             f"log-loss {metrics.log_loss:.4f} is above {metrics.log_loss_prior:.4f}, the log-loss "
             "of always predicting the labels' class frequencies"
         )
-        told = [f"{worse}, which needs no judge; call calibrate_ with 100 held-out pairs or more"]
+        told = [
+            f"{worse}, which needs no judge; fit the temperature to 100 or more pairs of this "
+            "source (calibrate_), or train on such pairs"
+        ]
         return [
             *told * (metrics.log_loss > metrics.log_loss_prior),
             *self.seen,
@@ -340,8 +343,8 @@ def calibrate_(
     Verdicts do not change. The temperature is a buffer of the head, and divides logits in
     evaluation. It is shrunk toward 1 if there are few pairs or prompts, and is set below 1 only if
     the evidence for this exceeds two standard errors (`cautious_temperature`). With a class for
-    ties, it also moves the probability of a tie toward one third; if your labels have no ties, use
-    a model with ``ties=False``.
+    ties, it also moves the probability of a tie toward one third; if your labels have few ties,
+    use a model with ``ties=False`` (``ties="drop"`` of `train_judge`).
 
     Args:
         model: A `PairwiseModel`.

@@ -52,6 +52,9 @@ _FROZEN_SHARE = 2 / 3
 # a model that answers in half of the pairs or more is a reference model, such as AlpacaEval's
 # baseline: holding it out would leave too few pairs to train on
 _REFERENCE_SHARE = 0.5
+# below this share of ties, the judge has no class for them: it would hardly learn when answers tie,
+# and where it is not better than chance, a temperature would make ties likely, too
+_FEW_TIES = 0.05
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,9 @@ def train_judge(
     needs_scikit_learn("train_judge")
     device = find_device(device, "train_judge")
     labeled, read = _labeled(pairs, columns)
+    labeled, left_out = _decided(labeled, config)
+    if left_out:
+        read += f"\n{left_out} ties left out (ties='keep' keeps them)"
     folder = find_folder(encoder, operation="train_judge")
     out = Path(out)
     set_seed(config.seed)
@@ -299,6 +305,29 @@ def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair],
     if bare:
         raise ValueError(f"train_judge: expected labeled pairs, got {bare} without a label")
     return labeled, read
+
+
+def _decided(pairs: list[Pair], config: JudgeConfig) -> tuple[list[Pair], int]:
+    """Return the pairs to use, and the number of ties that are left out; see `JudgeConfig`."""
+    tied = 0.0
+    for pair in pairs:
+        tied += sum(pair.label[2:]) if isinstance(pair.label, tuple) else pair.label == 2
+    if config.ties == "keep" or (config.ties == "auto" and tied >= _FEW_TIES * len(pairs)):
+        return pairs, 0
+    kept = []
+    for pair in pairs:
+        label: Any = pair.label
+        if isinstance(label, tuple):
+            votes = sum(label[:2])
+            if votes:
+                kept.append(pair._replace(label=(label[0] / votes, label[1] / votes)))
+        elif label != 2:
+            kept.append(pair)
+    if not kept:
+        raise ValueError(
+            f"train_judge: expected pairs of which one answer is better, got {len(pairs)} ties"
+        )
+    return kept, len(pairs) - len(kept)
 
 
 def _prompts(pairs: list[Pair]) -> set[str]:

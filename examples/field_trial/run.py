@@ -6,7 +6,7 @@ Command   make real, then: python examples/field_trial/run.py
 Data      *.json in --data: lists of {"instruction", "input", "output"}, and for the judge
           alpaca_eval_pairs.jsonl.gz; not part of this repository. If the data or the model are
           missing, the script prints what is missing and ends.
-Time      90 minutes of CPU time in all; finished parts are kept in OUT, and the same command
+Time      70 minutes of CPU time in all; finished parts are kept in OUT, and the same command
           continues from there
 Result    a table for each chapter; docs/field_trial.md has our results and more comparisons
 """

@@ -29,7 +29,7 @@ class Story(Trial):
     """
 
     # steps and rate of each kind's specialist; fewer steps than `train_masks_on_instructions.py`
-    # has, because all chapters together should take 90 CPU minutes
+    # has, because all chapters together should take at most 90 CPU minutes
     tuned = ((60, 1e-3), (70, 2e-3))
 
     def models(self) -> dict[str, Path]:

@@ -303,8 +303,8 @@ def write_table() -> None:
         lines.append(f"| {' | '.join(cells)} |")
     note = (
         f"MiniLM-L6, {MAX_TOKENS} tokens, log-losses on at most {MOST} pairs of each test: the median "
-        f"(and range) of the seeds 0 to {len(SEEDS) - 1}; rows without "
-        "a range have only seed 0. The accuracy is on prompts never seen. "
+        f"(and range) of the seeds 0 to {len(SEEDS) - 1}; CrossEncoder has seeds 0 and 1 only, and trees "
+        "have one fit. The accuracy is on prompts never seen. "
         "A frozen encoder's head has 8 epochs, and the rate is the head's; elsewhere there are 2 epochs, "
         "the rate is the encoder's, and the head has 0.001. The other libraries train all weights at "
         "the rate, and get the temperature that is best on the pairs that ours comes from. "

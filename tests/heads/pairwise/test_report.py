@@ -11,7 +11,6 @@ from heads.pairwise.report.evaluation import CalibrationReport, _seen
 from heads.pairwise.report.metrics import (
     calibration_bins,
     cautious_temperature,
-    fit_temperature,
     pairwise_metrics,
 )
 
@@ -90,13 +89,8 @@ def test_certain_verdicts_lose_nothing_and_temperatures_have_a_limit():
     assert pairwise_metrics(certain, [0]).log_loss == 0
     assert pairwise_metrics(certain, [1]).log_loss == math.inf
     right = torch.tensor([[9.0, 0.0], [0.0, 9.0]])
-    assert fit_temperature(right, [0, 1]) == pytest.approx(0.02)
-    assert fit_temperature(right, [1, 0]) == pytest.approx(50)
-    for bad in (right[:0], right * float("nan")):
-        with pytest.raises(ValueError, match=r"fit_temperature:.*numbers"):
-            fit_temperature(bad, torch.zeros(len(bad), dtype=torch.long))
-    with pytest.raises(ValueError, match=r"fit_temperature:.*pairs"):
-        fit_temperature(right, [0])
+    assert cautious_temperature(right, [0, 1], "ab").best_inverse == pytest.approx(1 / 0.02)
+    assert cautious_temperature(right, [1, 0], "ab").value == pytest.approx(50)
     model, pair = model_of(), pairs_of(1)[0][:3]
     said = predict_pairs(model, model.dataset([pair], progress=False), progress=False).verdicts[0]
     wrong = (["A", "B", "tie"].index(said) + 1) % 3
@@ -110,7 +104,7 @@ def test_temperature_is_the_best_one():
     true = torch.randn(4000, 3, generator=draw, dtype=torch.float64)
     labels = torch.multinomial(true.softmax(-1), 1, generator=draw)[:, 0]
     for scale in (0.2, 1.0, 5.0):
-        found = fit_temperature(true * scale, labels)
+        found = 1 / cautious_temperature(true * scale, labels, range(4000)).best_inverse
         assert found == pytest.approx(scale, rel=0.1)
         best = torch.nn.functional.cross_entropy(true * scale / found, labels)
         for other in (0.98, 1.02):
@@ -134,10 +128,10 @@ def test_a_temperature_is_held_back_where_pairs_or_prompts_are_few():
         values.append(cautious_temperature(true[part], labels[part], own[part]).value)
     assert sum(value < 1 for value in values) <= 6  # two standard errors: one in forty by chance
     raw = [
-        fit_temperature(true[start : start + 40], labels[start : start + 40])
+        cautious_temperature(true[start : start + 40], labels[start : start + 40], own[:40])
         for start in range(0, 4000, 40)
     ]
-    assert sum(value < 1 for value in raw) > 30
+    assert sum(one.best_inverse > 1 for one in raw) > 30
     # pairs of one prompt are hardly more than one pair
     alone = cautious_temperature(true[:40] * 3, labels[:40], own[:40])
     repeated = cautious_temperature(

@@ -203,42 +203,12 @@ def _correlation(one: Tensor, other: Tensor | None) -> float:
     return float(F.cosine_similarity(one, other, dim=0))
 
 
-def fit_temperature(logits: Tensor, labels: Sequence[object] | Tensor) -> float:
-    """Fit the temperature, which divides logits, by minimizing the log-loss (Guo et al. 2017).
-
-    Args:
-        logits: The logits, (N, C), of pairs that were not trained on.
-        labels: Class indices (N,) or soft labels (N, C).
-
-    Returns:
-        The temperature, limited to 0.02 to 50, because the log-loss has no minimum if every verdict
-        is correct.
-
-    Raises:
-        ValueError: There are no pairs, the shapes of labels and logits do not match, or logits are
-            not finite.
-
-    >>> fit_temperature(
-    ...     torch.tensor([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0], [8.0, 0.0]]), [0, 0, 0, 1]
-    ... )  # 3 : 1
-    7.2819...
-    """
-    logits = logits.double()
-    shares = shares_of(labels, logits.shape[-1])
-    if not len(logits) or shares.shape != logits.shape or not torch.isfinite(logits).all():
-        raise ValueError(
-            "fit_temperature: expected logits of finite numbers and of shape (N, C) with 1 or more "
-            "pairs, and labels of shape (N,) or (N, C), got shapes "
-            f"{list(logits.shape)} and {list(torch.as_tensor(labels).shape)}"
-        )
-    return 1 / _limited(_best_inverse(logits, shares))
-
-
 def _best_inverse(logits: Tensor, shares: Tensor, pull: float = 0.0) -> float:
     """Return the factor of the logits, from -1 to 50, that minimizes the log-loss.
 
-    It is the inverse of the best temperature, but negative if the judge is worse than chance. The
-    log-loss is the mean over pairs, plus ``pull / 2`` times the squared difference of factor and 1.
+    It is the inverse of the best temperature (Guo et al. 2017), but negative if the judge is worse
+    than chance. The log-loss is the mean over pairs, plus ``pull / 2`` times the squared difference
+    of factor and 1.
     """
     wanted = (shares * logits).sum(1).mean()
     low = -1.0  # a minimum below -1 counts as -1, because no temperature is negative

@@ -14,8 +14,8 @@ help:
 # torch comes first and alone, from the constraints: any other order lets pip pick a CUDA build of several GB.
 $(VENV)/.ready: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,plot]'
 	touch $@
 
 demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
@@ -88,7 +88,7 @@ format: $(VENV)/.ready ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 $(VENV)/.bench: $(VENV)/.ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
 bench: $(VENV)/.bench ## measure speed and memory, append rows, write docs/performance.md
@@ -102,7 +102,7 @@ numerics: $(VENV)/.ready ## judge every operation and write docs/numerics.md
 	$(BIN)/python -m pytest tests --ignore tests/test_documentation.py --write-numerics
 
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 notebooks: $(VENV)/.docs ## run the notebooks and keep what they print and draw (5 min)

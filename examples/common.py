@@ -63,7 +63,7 @@ def make_room(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
     Call this function before training, so that a wrong path is found early.
     """
     if options.json is not None and options.json.is_dir():
-        parser.error(f"{options.json} is a folder; expected a file")
+        parser.error(f"--json: expected a file, got the folder {options.json}")
     for folder in filter(None, (options.out, options.json and options.json.parent)):
         folder.mkdir(parents=True, exist_ok=True)
     return options.out is not None and can_draw()

@@ -35,7 +35,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from kronecker import (
     PRESETS,
     DistillConfig,
-    FadeIn,
     FreezePretrained,
     KroneckerConfig,
     KroneckerTrainer,
@@ -51,8 +50,6 @@ STRATEGIES = {
     "factors-only": "the factors alone",
     "factors-first": "the factors alone for a third of the steps, then all parameters",
     "in-turns": "alternately the factors alone and all parameters, a sixth of the steps each",
-    "one-by-one": "layers switch to their factors one after the other, from the first layer on, "
-    "so that training begins at the original's loss",
 }
 
 
@@ -118,18 +115,14 @@ def original(given: argparse.Namespace):
     return model, tokenizer, rows, held
 
 
-def ways(given: argparse.Namespace, strategy: str, layers: int) -> dict:
-    """Return the trainer's arguments for a strategy, given the number of compressed layers."""
+def ways(given: argparse.Namespace, strategy: str) -> dict:
+    """Return the trainer's arguments for a strategy."""
     rate = {"two-rates": given.pretrained_learning_rate, "factors-only": 0.0}.get(strategy)
     callbacks = []
     if strategy == "factors-first":
         callbacks.append(FreezePretrained(max(1, given.steps // 3)))
     if strategy == "in-turns":
         callbacks.append(FreezePretrained(max(1, given.steps // 6), repeat=True))
-    if strategy == "one-by-one":
-        # the last layer has switched after half of the steps; with few steps all switch at once
-        every = given.steps // (2 * layers)
-        callbacks.append(FadeIn(every=every, over=every))
     return {"pretrained_learning_rate": rate, "callbacks": callbacks}
 
 
@@ -166,7 +159,6 @@ def one(
         config,
         calibration=calibration,
         cache=place / "fitted",
-        fade_in=strategy == "one-by-one",
     )
     names = [layer.name for layer in report.layers]
     converted, first = time.perf_counter() - begin, perplexity(model, held.split(16))
@@ -185,7 +177,7 @@ def one(
         teacher=None if strategy == "labels" else teacher,
         distill=None if strategy == "labels" else DistillConfig(logits=1.0, labels=1.0),
         train_dataset=Rows(rows),
-        **ways(given, strategy, len(names)),
+        **ways(given, strategy),
     )
     begun = any((place / "trainer").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=given.resume and begun)

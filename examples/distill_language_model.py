@@ -40,7 +40,7 @@ STEPS = 8
 END = 0
 """The byte that ends each text."""
 _LEAST = 1e-12
-"""Added to an observed byte's probability, because differences of sums have errors of 1e-16."""
+"""The number added to the probability of an observed byte; cumulative sums have errors of 1e-16."""
 RATE = 4e-3
 """The best of three learning rates that were tried with the default size."""
 
@@ -233,7 +233,7 @@ def spread(stream: Stream, pieces: int) -> Tensor:  # (pieces,)
 def nats(forward: Forward, stream: Stream, steps: int, pieces: int) -> float:
     """Return the mean loss in nats per byte, on the second halves of evenly spread pieces."""
     read, following, _ = stream.pieces(spread(stream, pieces))
-    half = LENGTH // 2  # so that each byte has at least as many before it
+    half = LENGTH // 2  # so that each measured byte has at least as many bytes before it
     logits = torch.cat([forward(part, steps)[-1][:, half:] for part in read.split(32)])
     return float(F.cross_entropy(logits.flatten(0, 1), following[:, half:].flatten()))
 
@@ -247,7 +247,7 @@ def teacher_nats(stream: Stream, pieces: int) -> float:
     _, following, expected = stream.pieces(spread(stream, pieces))
     half = LENGTH // 2
     found = expected[:, half:].gather(-1, following[:, half:, None])
-    # probabilities below half precision's smallest number became 0
+    # half precision stores very small probabilities as 0
     return float(-found.clamp(min=1e-7).log().mean())
 
 
@@ -325,7 +325,7 @@ def main() -> None:
         parser.error("expected --count and --iterations of 1 or more, and --width a multiple of 8")
     if options.json is not None:
         if options.json.is_dir():
-            parser.error(f"{options.json} is a folder; expected a file")
+            parser.error(f"--json: expected a file, got the folder {options.json}")
         options.json.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     out = options.out

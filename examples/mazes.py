@@ -33,7 +33,7 @@ class Maze(Task):
     min_length: ClassVar[int] = 3
     grid: ClassVar[bool] = True
     vocab_size: ClassVar[int] = 4  # open, wall, start, goal
-    output_size: ClassVar[int] = 2  # off the way, on it
+    output_size: ClassVar[int] = 2  # off the path, on the path
 
     def input_length(self, length: int) -> int:
         """Return the number of cells."""

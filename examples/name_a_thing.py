@@ -37,7 +37,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def made_up(count: int, seed: int) -> list[Pair]:
-    """Return pairs with labels, which say which answer names a thing."""
+    """Return labeled pairs; a label says which answer names a thing, or that they tie."""
     rng, pairs = random.Random(seed), []
     for _ in range(count):
         kind = rng.choice(list(KINDS))

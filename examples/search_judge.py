@@ -82,7 +82,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
         eval_dataset=data[1],
         head_lr_ratio=1.0,
     )
-    # other pairs, epochs or another encoder make another study
+    # different pairs, epochs or encoders get separate studies
     name = hashlib.sha256(repr((str(encoder), given.epochs, pairs)).encode()).hexdigest()[:16]
     place = {
         "storage": f"sqlite:///{given.out / 'search.db'}",
@@ -105,7 +105,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
             n_trials=given.trials - done,
             backend="optuna",
             catch=(DeadRunError,),
-            # a fixed seed would draw again the settings that earlier runs have tried
+            # with a fixed seed, each run would draw the settings of the first run again
             sampler=optuna.samplers.TPESampler(seed=len(study.trials)),
             pruner=optuna.pruners.MedianPruner(n_warmup_steps=2),
             **place,

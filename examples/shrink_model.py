@@ -90,7 +90,7 @@ def main() -> None:
         "on disk:",
         ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size),
     )
-    # as a user loads it
+    # load the result as a user would
     smaller = AutoModelForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()
     found = compare({"original": original, str(given.out): smaller}, held_out)
     print(found)

@@ -2,15 +2,15 @@
 
 The thinker keeps a latent, a vector that each step of thought updates, for each cell of a puzzle.
 
-python examples/solve_puzzles.py --puzzle sudoku9
+    python examples/solve_puzzles.py --puzzle sudoku9
 
-learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and their symmetric
-variants, with 26 to 56 clues. It is tested on unseen puzzles with 50, 40 and 30 clues. ``sudoku4``
-learns 4 x 4 Sudoku in less than a minute, from puzzles that need every clue they have. ``maze``
-learns mazes of up to 9 x 9 cells in eight minutes and solves larger ones. ``--out`` names a folder
-for a plot (extra ``plot``), and ``--json`` a file for the results: a list of {length, steps,
-symbols, rows}. Here symbols is the fraction of cells that are right, rows is the fraction of
-puzzles that are right in every cell, and length is a maze's side or a number of clues.
+This command learns 9 x 9 Sudoku in three minutes on one CPU core, from 2000 puzzles and their
+symmetric variants, with 26 to 56 clues. The thinker is tested on unseen puzzles with 50, 40 and 30
+clues. ``sudoku4`` learns 4 x 4 Sudoku in less than a minute, from puzzles that need every clue they
+have. ``maze`` learns mazes of up to 9 x 9 cells in eight minutes and solves larger ones. ``--out``
+names a folder for a plot (extra ``plot``), and ``--json`` a file for the results: a list of
+{length, steps, symbols, rows}. Here symbols is the fraction of cells that are right, rows is the
+fraction of puzzles that are right in every cell, and length is a maze's side or a number of clues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Puzzle:
         """Return the accuracy on every test set, after each number of steps to test."""
         found = []
         for number, data in self.tests.items():
-            # data made of given rows have length 1
+            # a data set that is made from given rows has the length 1
             length = 1 if data.task.default_length == 1 else number
             steps = self.steps(number)
             found.append(th.evaluate_steps(model, data, [length], n_steps=steps, samples=samples))

@@ -109,7 +109,7 @@ class Trial:
                 "cpu_seconds": seconds,
                 "settings": self.settings,
             }
-            # renamed once it is whole, since a killed run leaves it half written
+            # renamed when complete, because a killed run may leave it half written
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(told) + "\n", encoding="utf-8")
             partial.replace(file)

@@ -1,13 +1,14 @@
-"""A small thinker learns an algorithm on short inputs and runs it on long ones, by thinking longer.
+"""Train a small thinker on short inputs, and solve long inputs by thinking longer.
 
-python examples/think_longer.py --task parity --train-length 5 --seed 11
+    python examples/think_longer.py --task parity --train-length 5 --seed 11
 
-trains for 15 seconds on sequences of up to five bits. Then, at lengths 10, 20, 40 and 100, every
-symbol is right after slightly more steps than there are symbols, and still right after ten times as
-many steps. Each token has a latent, a vector that attends to its neighbors in each step, so
-information travels one token per step. ``--out`` names a folder for a plot (extra ``plot``), and
-``--json`` a file for the results: a list of {length, steps, symbols, rows}, where symbols is the
-fraction of symbols that are right, and rows is the fraction of rows in which all symbols are right.
+This command trains for 15 seconds on sequences of up to five bits. Then, at lengths 10, 20, 40 and
+100, every symbol is right after slightly more steps than there are symbols, and still right after
+ten times as many steps. Each token has a latent, a vector that attends to its neighbors in each
+step, so information travels one token per step. ``--out`` names a folder for a plot (extra
+``plot``), and ``--json`` a file for the results: a list of {length, steps, symbols, rows}. Here
+symbols is the fraction of symbols that are right, and rows is the fraction of rows in which all
+symbols are right.
 """
 
 from __future__ import annotations

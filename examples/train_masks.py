@@ -1,4 +1,4 @@
-"""Merge two specialists by learned masks, where no formula keeps both tasks.
+"""Merge two specialists by learned masks; no formula keeps both of their tasks.
 
 Then bake the masks into an ordinary checkpoint.
 

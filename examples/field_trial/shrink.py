@@ -1,9 +1,9 @@
-"""Chapter 3. Make the merge smaller, and train the smaller model back.
+"""Chapter 3. Make the merged model smaller, and train the smaller model back.
 
     python examples/field_trial/shrink.py       # after merge.py
 
-`prune_` drops neurons until 70 % of all parameters are left, and fits the remaining neurons to make
-up for the dropped ones. Then the smaller model is trained back, that is, trained on the logits of
+`prune_` drops neurons until 70 % of all parameters are left, and fits the remaining neurons to
+compensate. Then the smaller model is trained back, that is, trained on the logits of
 the merge to recover its loss.
 """
 
@@ -32,7 +32,7 @@ def calibration(story: Story) -> list[dict[str, Any]]:
 
 
 def pruned(story: Story) -> Any:
-    """Drop the neurons that the others can best replace, and fit the others to make up for them."""
+    """Drop the neurons that the others can best replace, and fit the others to compensate."""
     model = merged(story)
     config = PruneConfig(size=SIZE, method="best")
     prune_(model, config, calibration=calibration(story), cache=story.out / "prune", progress=False)

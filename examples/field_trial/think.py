@@ -2,7 +2,7 @@
 
     python examples/field_trial/think.py
 
-Thinking longer means to run more steps of the same small model. A stock transformer of about the
+Thinking longer means running more steps of the same small model. A stock transformer of about the
 same size is trained on the same batches, for comparison.
 """
 

@@ -2,10 +2,10 @@
 
 The smaller weights are fitted to calibration data and can then be trained.
 
-`prune_` drops hidden neurons, fits the others to compensate, and leaves a stock model: an ordinary
-transformers model of the same family. `convert_` replaces weights by products of two thin matrices
-or by sums of Kronecker products, ``Σ_r s_r A_r ⊗ B_r``. `KroneckerTrainer` trains smaller models.
-`fold` writes a stock checkpoint.
+`prune_` drops hidden neurons and fits the remaining ones to compensate. The result is a stock
+model: an ordinary transformers model of the same family. `convert_` replaces weights by products of
+two thin matrices or by sums of Kronecker products, ``Σ_r s_r A_r ⊗ B_r``. `KroneckerTrainer` trains
+smaller models. `fold` writes a stock checkpoint.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> from kronecker import PruneConfig, prune_

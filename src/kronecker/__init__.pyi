@@ -11,7 +11,7 @@ from .storage.checkpoints import fold, from_pretrained, save_pretrained
 from .surgery.convert import convert_
 from .surgery.prune import prune_
 from .surgery.revert import revert_
-from .training.callbacks import FadeIn, FreezePretrained
+from .training.callbacks import FreezePretrained
 from .training.trainer import KroneckerTrainer
 
 __version__: str
@@ -19,7 +19,6 @@ __version__: str
 __all__ = [
     "PRESETS",
     "DistillConfig",
-    "FadeIn",
     "FreezePretrained",
     "KroneckerConfig",
     "KroneckerLinear",

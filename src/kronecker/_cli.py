@@ -128,7 +128,7 @@ def prune(
     Args:
         model: Folder or hub id of a transformers model.
         out: Output folder: a new path, or an empty folder.
-        config: How many neurons or blocks to drop, and how to fit the others.
+        config: How many neurons or blocks to drop, and how to fit the remaining ones.
         calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
             gzipped, or a parquet file.
         tokens: Number of tokens to read from the calibration set; default: 12,000 with the method
@@ -226,8 +226,8 @@ def convert(
         out: Output folder: a new path, or an empty folder.
         conversion: Flags that choose a compression.
         calibration: Calibration set: a text, JSON, JSON lines, CSV or TSV file, which may be
-            gzipped, or a parquet file. Required with --low-rank, and with --b-shape if --init is
-            sequential.
+            gzipped, or a parquet file. Required with --preset and --low-rank, and with --b-shape if
+            --init is sequential.
         tokens: Number of tokens to read from the calibration set.
         reading: Flags for turning text into tokens.
         fresh: Start over instead of continuing an interrupted run.
@@ -329,20 +329,20 @@ def compare(
     stride: int | None = None,
     tokens: int = 12_000,
     reading: Reading,
-    device: str = "cpu",
+    run_flags: RunFlags,
 ) -> Report:
     """Compare models by parameters, perplexity and speed.
 
     Args:
         models: Folders or hub ids of models, compressed or not.
-        text: Held-out texts, in the formats of prune's --calibration. The losses on each file get
-            their own columns.
+        text: Held-out text files, in the formats that prune --calibration accepts. Each file gets
+            its own columns of losses.
         stride: Number of tokens from the start of one window to the start of the next. It must be
             below --context, so that windows overlap; default: windows do not overlap.
         tokens: Number of tokens to read from each text.
         reading: Flags for turning text into tokens. The default tokenizer is the first model's.
             Models whose own tokenizers split the text differently cause an error.
-        device: Device to run on, such as cpu or cuda.
+        run_flags: The device, and whether to show progress.
     """
     import torch
 
@@ -350,7 +350,7 @@ def compare(
     from .data.text import strided, text_batches, text_of
     from .loading import check_tokenizers, context_of, encoder_of, find_model, load
 
-    where = find_device(device, "compare")
+    where = find_device(run_flags.device, "compare")
     if not models or not text:
         raise ValueError(
             f"compare: expected one or more models and --text files, got {len(models)} models and "
@@ -374,4 +374,4 @@ def compare(
         if stride is not None:
             columns[name] = strided(columns[name], context=context, stride=stride)
     with torch.no_grad():
-        return report.compare(loaded, columns)
+        return report.compare(loaded, columns, progress=run_flags.progress)

@@ -53,7 +53,7 @@ def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, toke
         "b_first": rank * (i1 * i2 * o2 + i1 * o1 * o2),
         "a_first": rank * (i1 * i2 * o1 + i2 * o1 * o2),
     }
-    # on a tie, B first, which saves less for the backward pass
+    # on a tie, take B first, which saves fewer tensors for the backward pass
     if costs["b_first"] <= costs["a_first"]:
         order = "b_first"
     else:
@@ -170,8 +170,8 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 def _blocks(x: Tensor, alone: int) -> Iterator[slice]:
     """Yield slices of at most `_BLOCK` tokens on a CPU.
 
-    On other devices, or if ``alone``, the side of B in the intermediate result, is 1, yield a
-    single slice.
+    ``alone`` is the size of B's dimension in the intermediate result. If it is 1, or on other
+    devices, yield a single slice.
     """
     tokens = x.shape[0]
     if x.device.type == "cpu" and alone > 1:
@@ -395,7 +395,7 @@ def plain(
 ) -> Tensor:  # (N, I) to (N, O)
     """Compute `kron_linear` in plain torch operations, which torch can trace and transform.
 
-    Which operations run does not depend on the number of tokens.
+    The choice of operations does not depend on the number of tokens.
     """
     b = scaled(b, scales)
     (r, o1, i1), (_, o2, i2) = a.shape, b.shape

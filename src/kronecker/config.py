@@ -14,8 +14,8 @@ Method = Literal["best", "fast", "blocks"]
 Allocation = Literal["uniform", "influence"]
 Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 """The numbers of rows and columns, both 1 or more."""
-# from this `size` on, the default method is `fast`; on SmolLM2 its loss was higher than that of
-# `best` by .003 nats at size .93, and by .12 nats at size .70
+# if `size` is this large or larger, the default method is `fast`; on SmolLM2, `fast` gave a higher
+# loss than `best`: by .003 nats at size .93, and by .12 nats at size .70
 _LIGHT = 0.8
 
 
@@ -34,11 +34,13 @@ class KroneckerConfig(CheckedConfig):
             inputs in the smaller model. The other methods need no data. ``"van_loan"`` gives the
             sum nearest to the weight. ``"prune"`` takes selected rows and columns of the weight.
             ``"random"`` draws new factors.
-        keep: The rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
-            the position (row, column) within B.
+        keep: The rows and columns that ``"prune"`` keeps: the first (``"even"``) or second
+            (``"odd"``) of each group, those with the largest sum of squares (``"energy"``), or the
+            ones at a position (row, column) within B.
         rounds: The number of rounds of alternating least squares in a sequential fit.
-        epochs: The number of epochs of gradient descent that follow in a sequential fit, over the
-            calibration tokens, on all matrices of an MLP together. 0 skips gradient descent.
+        epochs: The number of epochs of gradient descent after the rounds of a sequential fit. It
+            runs over the calibration tokens and trains all matrices of an MLP together. 0 skips
+            gradient descent.
 
     Raises:
         ValueError: Neither or both of the shapes are given, a size is below 1, or init is unknown.
@@ -129,8 +131,8 @@ class LowRankConfig(CheckedConfig):
             block, on the layer's inputs in the smaller model. It takes a truncated SVD of the
             weight times the root of the inputs' second moments (SVD-LLM, arXiv 2403.07378).
             ``"svd"`` gives the low-rank weight nearest to the original, without data.
-        epochs: The number of epochs of gradient descent that follow in a sequential fit, on all
-            matrices of an MLP together. 0 skips gradient descent.
+        epochs: The number of epochs of gradient descent after the SVD in a sequential fit. It
+            trains all matrices of an MLP together. 0 skips gradient descent.
 
     Raises:
         ValueError: A value is out of range, or both ``keep`` and ``rank`` are given.
@@ -191,16 +193,17 @@ class PruneConfig(CheckedConfig):
         keep: Fraction of the hidden neurons of the MLPs to keep or, with method=blocks, of the
             blocks. Default: 0.5.
         size: Fraction of all parameters of the model to keep. Give either keep or size.
-        method: best fits the MLPs one after another, each on its inputs in the smaller model, in
-            closed form and by gradient descent. fast fits all MLPs in closed form, on their inputs
-            in the original model, in one pass. blocks drops whole blocks, and fits the MLPs of the
-            remaining blocks as best does. Default: fast if size is 0.8 or more, else best.
-        epochs: Passes over the calibration tokens in the gradient descent of best and blocks. With
-            0, only the last matrix of each MLP is fitted, in closed form.
-        allocate: uniform keeps the same share of neurons in every MLP, so transformers can load the
-            result without this library. influence keeps more neurons in blocks that change the
-            hidden states more. The MLPs then differ in size, so load the result with
-            kronecker.from_pretrained. Not available with method=blocks.
+        method: The method 'best' fits the MLPs one after another, each on its inputs in the smaller
+            model, in closed form and by gradient descent. 'fast' fits all MLPs in closed form, on
+            their inputs in the original model, in one pass. 'blocks' drops whole blocks, and fits
+            the MLPs of the remaining blocks with the method 'best'. Default: 'fast' if size is 0.8
+            or more, else 'best'.
+        epochs: Number of passes over the calibration tokens in gradient descent, with the methods
+            'best' and 'blocks'. With 0, only the last matrix of each MLP is fitted, in closed form.
+        allocate: With 'uniform', every MLP keeps the same share of neurons, so transformers can
+            load the result without this library. With 'influence', blocks that change the hidden
+            states more keep more neurons. The MLPs then differ in size, so load the result with
+            kronecker.from_pretrained. 'influence' is not available with method=blocks.
         multiple_of: Round the number of neurons to a multiple of this number. The neurons of
             experts are also rounded to a multiple of 8.
         ridge: Ridge penalty in least squares, as a fraction of the inputs' mean second moment.
@@ -297,7 +300,8 @@ def kronecker_sizes(
     ((48, 24), 368)
     """
     if a_shape is None and b_shape is None:
-        # a term has the fewest parameters near the square roots, so a share can be met closely
+        # terms with sizes near the square roots have the fewest parameters, so that a whole number
+        # of terms comes close to any share
         a_shape = (_divisor(out_features), _divisor(in_features))
     terms = rank if isinstance(rank, int) else 1
     config = KroneckerConfig(a_shape=a_shape, b_shape=b_shape, rank=terms, **options)

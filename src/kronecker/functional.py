@@ -88,8 +88,9 @@ def kron_linear(
         order: ``"b_first"``, ``"a_first"``, ``"rebuild"`` or ``"auto"``.
         impl: ``"reference"`` builds the weight with `torch.kron`. ``"eager"`` runs torch
             operations. ``"fused"`` runs a Triton kernel, which needs a GPU of compute capability
-            8.0 or higher, one term, A and B with 16 to 128 rows and columns, and float16 or
-            bfloat16. On GPUs below 9.0 its backward pass is eager. ``"auto"`` is fused if
+            8.0 or higher, one term, and float16 or bfloat16. A and B must have 16 to 128 rows and
+            columns and, with sides rounded up to powers of 2, at most 8,192 elements each. On GPUs
+            below 9.0 the backward pass is eager. ``"auto"`` is fused if
             `model_components.measure_kernels` found the kernel correct and faster on this kind of
             device, else eager.
 

@@ -1,4 +1,4 @@
-"""Load what the commands read: models, compressed or not, and tokenizers."""
+"""Load models, compressed or not, and tokenizers for the commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_model(name: str) -> ModelFolder:
         name: The model's folder or hub id.
 
     Raises:
-        ValueError: There is no model, only an adapter, or a config without an architecture.
+        ValueError: There is no model, only an adapter, or the config names no architecture.
     """
     folder = str(find_folder(name, operation="kronecker"))
     if is_compressed(folder):

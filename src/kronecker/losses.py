@@ -104,8 +104,8 @@ def token_loss(
     if config.labels:
         if labels is None:
             raise ValueError(
-                "KroneckerTrainer: DistillConfig.labels is above 0, so expected labels in the "
-                "batch, got none"
+                "KroneckerTrainer: expected labels in the batch, since DistillConfig.labels is "
+                "above 0, got none"
             )
         total = total + config.labels * F.cross_entropy(
             student, labels.reshape(-1), reduction="sum"

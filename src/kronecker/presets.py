@@ -1,4 +1,4 @@
-"""Presets for GPT-2 124M, each named by the number of parameters of the model that results.
+"""Presets for GPT-2 124M, each named after the number of parameters of the resulting model.
 
 Each preset maps patterns of layer names to configs.
 """
@@ -22,5 +22,5 @@ PRESETS: Mapping[str, Mapping[str, Config]] = {
     "gpt2-80m": _kronecker((1024, 256), 2),
     "gpt2-68m": _kronecker((256, 64)),
 }
-"""``"gpt2-96m-model-dim"`` has factors A of half the model's width. The others have the shapes of
-Krony-PT (arXiv 2412.12351)."""
+"""``"gpt2-96m-model-dim"`` has factors A of half the model's width. The other presets have the
+shapes of Krony-PT (arXiv 2412.12351)."""

@@ -30,7 +30,8 @@ def kron_linear(
 def rearranged(weight: Tensor, b_shape: tuple[int, int]) -> Tensor:
     """Return the rearranged weight R(W), (O1 I1, O2 I2).
 
-    Its row (p, u) is the block of W in which A ⊗ B is A[p, u] B. So R(A ⊗ B) has rank one.
+    Its row (p, u) is the flattened block (p, u) of W. In A ⊗ B, this block is A[p, u] B, so
+    R(A ⊗ B) has rank one.
     """
     o2, i2 = b_shape
     return rearrange(weight, "(p o2) (u i2) -> (p u) (o2 i2)", o2=o2, i2=i2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from model_components._devices import on_device
 from model_components._report import Axes, Figure, Report, Table, axes_for
@@ -32,8 +33,8 @@ class ModelFigures:
         parameters: The number of parameters, with tied parameters counted once.
         perplexities: A language model's perplexity on each text, by the text's name; empty for an
             encoder.
-        cosines: An encoder's mean cosine similarity, on each text, of its embeddings to those of
-            the first model; empty for a language model.
+        cosines: The mean cosine similarity between an encoder's embeddings and the first model's
+            embeddings on each text, by the text's name; empty for a language model.
         forward_tokens_per_second: The tokens per second of a forward pass.
         generated_tokens_per_second: The tokens per second that a language model generates; None for
             an encoder.
@@ -102,7 +103,7 @@ class Comparison(Report):
             )
         axes.set(
             xlabel="parameters",
-            ylabel="perplexity" if self.models[0].perplexities else "cosine to the first's",
+            ylabel="perplexity" if self.models[0].perplexities else "cosine to the first model",
         )
         axes.legend()
         return figure
@@ -114,9 +115,9 @@ def perplexity(model: nn.Module, batches: Batches) -> float:
 
     Args:
         model: A causal language model in evaluation mode.
-        batches: Tensors of token ids (B, T), or dicts of the model's arguments. ``labels`` are
-            -100 for tokens that do not count, as `strided` returns them; default: the token ids.
-            Padding, where ``attention_mask`` is 0, never counts.
+        batches: Tensors of token ids (B, T), or dicts of the model's arguments. The default
+            ``labels`` are the token ids. Tokens with the label -100 do not count, as in batches
+            from `strided`. Padding (tokens with an ``attention_mask`` of 0) never counts.
 
     Returns:
         A number of at least 1, whose logarithm is the loss in nats.
@@ -199,12 +200,13 @@ def compare(
     *,
     runs: int = 5,
     new: int = 32,
+    progress: bool = True,
 ) -> Comparison:
     """Measure language models, or encoders, side by side: parameters, quality and speed.
 
     The quality of a language model is its perplexity. The quality of an encoder is the mean cosine
-    similarity between its embeddings (means of last hidden states) and those of the first model.
-    The models are timed alternately in one process, and times are medians.
+    similarity between its embeddings (means of last hidden states) and the first model's. The
+    models are timed alternately in one process, and times are medians.
 
     Args:
         models: The models by name, in evaluation mode, on one device. With encoders, the original
@@ -212,7 +214,9 @@ def compare(
         texts: Batches as for `perplexity`, or a mapping from names of texts to their batches. Speed
             is measured on the first batch of the first text.
         runs: Number of timed runs of each model, after one warm-up run.
-        new: Number of tokens to generate. It is reduced to what the models have positions for.
+        new: Number of tokens to generate. It is reduced if a model has fewer positions left after
+            the prompt.
+        progress: Show a progress bar.
 
     Returns:
         A report with each model's parameters, perplexities or cosine similarities, and tokens per
@@ -230,13 +234,15 @@ def compare(
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
     # before the timing, because these raise an error for batches that a model cannot read
-    if generates:
-        perplexities = _perplexities(models, named)
-        cosines = {name: {} for name in models}
-    else:
-        perplexities = {name: {} for name in models}
-        cosines = _cosines(models, named)
-    times = _median_seconds(models, ids, new, runs)
+    total = len(models) * (len(named) + runs + 1)
+    with tqdm(total=total, desc="comparing", disable=not progress, leave=False) as bar:
+        if generates:
+            perplexities = _perplexities(models, named, bar)
+            cosines = {name: {} for name in models}
+        else:
+            perplexities = {name: {} for name in models}
+            cosines = _cosines(models, named, bar)
+        times = _median_seconds(models, ids, new, runs, bar)
     rows = []
     for name, model in models.items():
         forward, generate = times[name]
@@ -269,7 +275,7 @@ def _check_compared(models: object, texts: Any, runs: int) -> None:
 
 
 def _tokens_to_generate(models: Mapping[str, nn.Module], new: int) -> int:
-    """Return ``new``, or as many tokens as all models have positions for after the prompt."""
+    """Return ``new``, limited to the positions that every model has left after the prompt."""
     if new < 1:
         raise ValueError(f"compare: new is {new}, expected 1 or more")
     # all models generate the same number of tokens, so that their speeds can be compared
@@ -284,32 +290,33 @@ def _tokens_to_generate(models: Mapping[str, nn.Module], new: int) -> int:
 
 
 def _perplexities(
-    models: Mapping[str, Any], texts: Mapping[str, Batches]
+    models: Mapping[str, Any], texts: Mapping[str, Batches], bar: tqdm
 ) -> dict[str, dict[str, float]]:
     """Return each model's perplexity on each text."""
-    found = {}
+    found: dict[str, dict[str, float]] = {name: {} for name in models}
     for name, model in models.items():
-        found[name] = {text: perplexity(model, batches) for text, batches in texts.items()}
+        for text, batches in texts.items():
+            found[name][text] = perplexity(model, batches)
+            bar.update()
     return found
 
 
 def _cosines(
-    models: Mapping[str, Any], texts: Mapping[str, Batches]
+    models: Mapping[str, Any], texts: Mapping[str, Batches], bar: tqdm
 ) -> dict[str, dict[str, float]]:
     """Return the mean cosine similarity to the first model's embeddings, by encoder and text."""
     first = next(iter(models.values()))
     originals = {text: embeddings(first, batches) for text, batches in texts.items()}
-    found = {}
+    found: dict[str, dict[str, float]] = {name: {} for name in models}
     for name, model in models.items():
-        found[name] = {
-            text: _cosine(embeddings(model, texts[text]), original, name)
-            for text, original in originals.items()
-        }
+        for text, original in originals.items():
+            found[name][text] = _cosine(embeddings(model, texts[text]), original, name)
+            bar.update()
     return found
 
 
 def _median_seconds(
-    models: Mapping[str, nn.Module], ids: Tensor, new: int, runs: int
+    models: Mapping[str, nn.Module], ids: Tensor, new: int, runs: int, bar: tqdm
 ) -> dict[str, tuple[float, float]]:
     """Return each model's median seconds for a forward pass and for generation."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
@@ -319,6 +326,7 @@ def _median_seconds(
             seconds = _seconds(model, ids, new)
             if run:  # the first run warms up
                 times[name].append(seconds)
+            bar.update()
     medians = {}
     for name, pairs in times.items():
         forward, generating = zip(*pairs, strict=True)

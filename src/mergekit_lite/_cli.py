@@ -74,8 +74,8 @@ def merge(
         out: Output folder: a new path, or an empty folder.
         calibration: Data files for regmean and regmean++, one per model in the recipe's order. A
             file holds plain text, or examples as JSON, JSON lines, CSV, TSV or parquet.
-        impl: fused runs compiled kernels, eager runs torch functions, and auto runs a kernel where
-            there is one.
+        impl: fused runs compiled kernels, eager runs torch functions, and auto runs kernels if
+            possible.
         seed: Random seed for methods that use random numbers.
         threads: Number of threads that kernels and torch use; default: one per core, at most 8.
         files: Flags for checkpoints.

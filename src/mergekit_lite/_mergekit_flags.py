@@ -26,7 +26,7 @@ IDLE = {
     "--clone-tensors": "a tensor can be used in several layers without it",
     "--copy-tokenizer": "the tokenizer is always copied",
     "--gpu-rich": "--device cuda computes on the GPU",
-    "--lora-merge-cache": "adapters are added to the weights as these are read",
+    "--lora-merge-cache": "adapters are added to each weight when it is read",
     "--lora-merge-dtype": "adapters are added in float32",
     "--low-cpu-memory": "one tensor is merged at a time",
     "--multi-gpu": "a merge uses one GPU",

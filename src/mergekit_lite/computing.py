@@ -1,4 +1,4 @@
-"""The settings in a model's config that change what the model computes."""
+"""Find the settings in a model's config that change its computation."""
 
 from __future__ import annotations
 

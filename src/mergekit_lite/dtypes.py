@@ -129,7 +129,8 @@ def stored_as(values: Array, dtype: DType) -> Array:
     if dtype != BFLOAT16:
         return values.astype(dtype.storage)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    # 0x7FFF plus the lowest kept bit carries exactly where nearest-even rounds up
+    # adding 0x7FFF plus the lowest kept bit carries into the kept bits exactly if rounding to
+    # nearest even rounds up
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
     # the carry could turn NaN into a number
     return np.where(np.isnan(values), _BFLOAT16_NAN, rounded).astype(np.uint16)

@@ -65,9 +65,8 @@ def build_recipe(
     A list of values for a per-model parameter is split: each model gets its own value.
 
     Raises:
-        ValueError: The method is unknown, or a base is given and the method uses none; a parameter
-            is a recipe key or is given twice; or a list does not have one value for each model
-            except the base.
+        ValueError: The method is unknown, or does not use the given base. A parameter is a recipe
+            key or is given twice. A list does not have one value for each model except the base.
     """
     chosen = get_method(method)
     _refuse_recipe_keys(chosen, parameters)
@@ -153,25 +152,25 @@ def merge_models(
     """Merge several models into one.
 
     With ``out``, tensors are read, merged and written one at a time. Kernels hold only blocks of
-    each model's tensor; torch functions may hold whole tensors. Arithmetic on the stored values
+    each model's tensor. Torch functions may hold whole tensors. Arithmetic on the stored values
     runs in float32 or float64, and the result is rounded once.
 
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
-            dicts, in any combination; or a `MergeRecipe`, which replaces ``method``,
+            dicts, in any combination. A `MergeRecipe` is also possible: it replaces ``method``,
             ``base_model``, ``dtype``, ``out_dtype``, ``tokenizer_source`` and the method's
             parameters.
         method: The name of a merge method; default: ``"linear"``, or ``"regmean"`` if
             ``calibration`` is given.
-        base_model: The model from which the others were tuned, for methods that use a base. The
-            base may also be listed in ``models``.
+        base_model: The model from which the other models were tuned, for methods that use a base.
+            The base may also be listed in ``models``.
         out: Folder to write to: a new path or an empty folder. If None, a state dict is returned.
-        dtype: Dtype of the result; default: the dtype to which the inputs' dtypes promote. If
-            ``"float64"``, arithmetic runs in float64, too.
+        dtype: Dtype of the result; default: the dtype that `torch.promote_types` returns for the
+            inputs' dtypes. With ``"float64"``, arithmetic also runs in float64.
         out_dtype: Dtype of the result if it differs from ``dtype``.
         device: The device to compute on.
         impl: ``"eager"`` runs torch functions. ``"fused"`` runs compiled kernels, and raises an
-            error if a tensor has no kernel; torch is not imported if all models are files.
+            error if a tensor has no kernel. It does not import torch if all models are files.
             ``"auto"`` runs kernels where possible if ``out`` is given, and torch functions
             otherwise. Kernels and torch functions write the same bytes.
         max_shard_size: Largest size of a weight file, in bytes or as a string such as ``"5GB"``.
@@ -196,8 +195,8 @@ def merge_models(
             folder or hub id of a tokenizer. Rows of embeddings and heads are then matched by token;
             by default they are matched by index. Calibrated methods do not support this argument.
         calibration: One data set for each model, for the calibrated methods ``"regmean"`` and
-            ``"regmean++"``: a text or JSON file, rows of text as
-            `mergekit_lite.masks.TextExamples` takes them, or examples with ``input_ids``.
+            ``"regmean++"``. A data set is a text or JSON file, rows of text for
+            `mergekit_lite.masks.TextExamples`, or examples with ``input_ids``.
             `mergekit_lite.layerwise.CalibratedMerge` lists the parameters of these methods.
         **parameters: Parameters of the method. A parameter is one value for all models or, if it
             is a per-model parameter, may be a list with one value for each of ``models`` except the
@@ -429,7 +428,7 @@ def _merge_calibrated(
 
 
 def _default_threads() -> int:
-    # the cores that this process may use, which can be fewer; macOS cannot report them
+    # this process may be limited to some of the cores; macOS cannot report which ones
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -1,4 +1,4 @@
-"""`MergeReport`: what a merge did."""
+"""`MergeReport`: the report of a finished merge."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _STAGE = "stage.json"
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a run that do not depend on what is merged."""
+    """The settings of a run that do not depend on the merged models."""
 
     device: str
     impl: str
@@ -211,7 +211,7 @@ def _stages_beside(
             place = folder.folder / name
             if not _is_whole(place, stage, run):
                 merged = [model_label(s) for s in recipe.stages() if id(s) in stages]
-                # an interrupted merge of this stage continues; everything else is stale
+                # keep an interrupted merge of this stage, which continues, and remove stale files
                 folder.clear(keep=[*merged, f".{name}.partial"])
                 report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]
@@ -273,7 +273,7 @@ def _write(engine: Engine, out: Path, run: Run, bar: Bar) -> list[str]:
                 folder.discard()
         folder.close()
         if failed_write:
-            # a finished folder that could not be renamed stays where the error says
+            # a finished folder that could not be renamed is kept, and the error names its path
             removed = "" if folder.folder.exists() else "; the files written so far were removed"
             raise OutputError(f"{failed_write}{removed}") from error
         raise

@@ -45,7 +45,7 @@ def launches_directly(x: Tensor) -> bool:
     Calling the operator takes longer than launching the kernel. The operator is needed for tracing,
     dispatch modes, tensor subclasses and tensors without data.
     """
-    # dispatch modes, such as those of fake tensors and counters, see only operators
+    # dispatch modes, such as FakeTensorMode and operation counters, see only operators
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     # tensor subclasses such as DTensor also intercept operators
     return not traced and not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
@@ -84,7 +84,7 @@ def differentiable_gradients(
     Returns:
         The gradient of each input, or None for an input that needs none.
     """
-    # with views, an input gets no gradient through other inputs that were computed from it
+    # use views, so that an input gets no gradient through other inputs computed from it
     views = [None if t is None else t.view_as(t) for t in inputs]
     y = formula(*views)
     wanted = [v for v, need in zip(views, needs, strict=True) if v is not None and need]

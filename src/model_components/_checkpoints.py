@@ -42,7 +42,7 @@ def newest_whole(folder: Path, operation: str, needed: Sequence[str] = ()) -> Pa
     Args:
         folder: The ``output_dir`` of a trainer.
         operation: The name that the warning begins with.
-        needed: Names of files that a checkpoint must have besides those of transformers.
+        needed: Names of files that a checkpoint must have in addition to transformers' files.
     """
     for path in checkpoints_in(folder):
         problem = problem_of(path, needed)
@@ -65,7 +65,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def is_of_trainer(checkpoint: Path) -> bool:
-    """Return whether a trainer wrote a folder, since any folder may be called checkpoint-5."""
+    """Return whether a trainer wrote a folder; other folders may also be called checkpoint-5."""
     return (checkpoint / _STATE).is_file()
 
 
@@ -77,8 +77,8 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
 
     Args:
         checkpoint: The folder.
-        needed: Names of files that the checkpoint must have besides those of transformers. They
-            must be in the format of safetensors or torch.save.
+        needed: Names of files that the checkpoint must have in addition to transformers' files.
+            They must be in the format of safetensors or torch.save.
     """
     for name in (_STATE, *needed):
         if not (checkpoint / name).is_file():

@@ -228,7 +228,7 @@ def declared_fields(cls: type, base: type) -> dict[str, Any]:
     """Return the type of each field of a class, except fields of ``base`` and its base classes."""
     found: dict[str, Any] = {}
     above = cls.__mro__[: cls.__mro__.index(base)]
-    # if a subclass declares a field again, the type in the subclass counts
+    # if a subclass declares a field again, the subclass's type is used
     for one in reversed(above):
         # in modules that postpone annotations, types are strings
         found |= inspect.get_annotations(one, eval_str=True)
@@ -269,7 +269,7 @@ def _is_plain(value: object, hint: Any) -> bool:
 
 @functools.cache
 def _schema(hint: Any) -> Any:
-    """Return a TypedDict with one field of a type: huggingface_hub cannot check a type alone.
+    """Return a TypedDict with one field of a type, since huggingface_hub cannot check a bare type.
 
     The ``strict`` decorator of huggingface_hub checks neither frozen dataclasses nor annotations
     that are strings.

@@ -43,7 +43,7 @@ flags from a YAML file; a flag on the command line overrides the file)."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Flags for where to compute and whether to show progress.
+    """The flags that set the device and the progress bar.
 
     Args:
         device: Device to compute on, such as cpu or cuda.
@@ -63,7 +63,7 @@ def main(
     """Run a command line.
 
     Args:
-        arguments: The words after the program's name; default: those of this process.
+        arguments: The words after the program's name; default: the arguments of this process.
         program: The program's name.
         commands: The function of each command, as ``"package.module:function"``; default: the
             commands of the installed packages.
@@ -248,7 +248,7 @@ def _parsed(
 
     for path in files:
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
-        # appended: a list from the file would swallow positional words that came after it
+        # append, because a list from the file would swallow positional words after it
         words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"
@@ -283,7 +283,7 @@ def _continue_hint(work: functools.partial[object]) -> str:
 
 def _has_checkpoints(out: Path) -> bool:
     """Return whether a training run left checkpoints in a folder or next to it."""
-    # the second is where `learn` trains, the others are the runs of a sweep
+    # `learn` trains in the second folder; the last ones belong to the runs of a sweep
     places = [
         out / "checkpoints",
         out.with_name(f"{out.name}.training"),
@@ -309,7 +309,7 @@ def json_line(value: object, encoding: str | None = None) -> str:
 
     Args:
         value: The value.
-        encoding: Encoding of the output; default: that of stdout.
+        encoding: Encoding of the output; default: the encoding of stdout.
     """
     text = json.dumps(value, ensure_ascii=False)
     try:

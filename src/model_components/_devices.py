@@ -61,7 +61,8 @@ def has_bfloat16(device: torch.device) -> bool:
 def is_faster_in_bfloat16(device: torch.device) -> bool:
     """Return whether matrix products are expected to be faster in bfloat16 than in float32.
 
-    x86 processors need AMX: with AVX-512 alone, products in bfloat16 took 1.8 times as long.
+    x86 processors need AMX. With AVX-512 alone, products in bfloat16 took 1.8 times as long as in
+    float32.
     """
     import torch
 
@@ -100,7 +101,7 @@ def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def reset_peak_memory() -> None:
     """Reset the peak that `peak_memory` returns, on Linux only.
 
-    On other systems, the peak is always that since the start of the process.
+    On other systems, `peak_memory` always returns the peak since the start of the process.
     """
     with contextlib.suppress(OSError):
         # writing 5 resets the peak resident set size (man proc)
@@ -109,7 +110,7 @@ def reset_peak_memory() -> None:
 
 def peak_memory() -> int:
     """Return the peak resident set size of this process, in bytes."""
-    # preferred to getrusage, whose value is inherited from the parent process
+    # preferred to getrusage, whose value a process inherits from its parent
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.M):

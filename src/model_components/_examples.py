@@ -68,7 +68,8 @@ class TextExamples:
     Attributes:
         examples: The examples.
         left_out: The number of rows that are left out.
-        rows: The row number of each example. Each piece of a string has its own negative number.
+        rows: The row number of each example. Each piece of a string has a different negative
+            number.
         cut: The number of examples that were truncated.
         digest: A hash of the rows as they were given.
 
@@ -214,7 +215,7 @@ def _check_settings(tokenizer: object, max_length: object, train_on_inputs: obje
 
 def _beginning(tokenizer: Any) -> list[int]:
     """Return the BOS token, in a list, if a tokenizer puts one before a text; else no tokens."""
-    # tested on a text, because some tokenizers, such as GPT-2's, have a BOS token but do not add it
+    # test with a text, because some tokenizers, such as GPT-2's, have a BOS token but do not add it
     first = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -315,7 +316,7 @@ def split_examples(
     held_out_keys = set()
     special = {token for texts in tasks for token in texts.tokenizer.all_special_ids}
     for _, held_out in rows_by_task:
-        # the first example of a conversation has the shortest prompt, with which the others begin
+        # all prompts of a conversation begin with the prompt of its first example
         held_out_keys |= {_key(row[0], special) for row in held_out}
     splits = []
     for rows, held_out in rows_by_task:

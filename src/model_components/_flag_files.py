@@ -91,7 +91,7 @@ def words_of(values: Mapping[object, object], given: Sequence[str]) -> list[str]
             pairs = [f"{key}={_word_of(inner)}" for key, inner in value.items()]
             words += [f"--{flag}", *pairs]
         else:
-            words.append(f"--{flag}={value}")  # one word: the value may begin with a dash
+            words.append(f"--{flag}={value}")  # one word, because the value may begin with a dash
     return words
 
 

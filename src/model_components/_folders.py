@@ -40,14 +40,19 @@ class OutputError(OSError, ValueError):
     """An error for a path that cannot be written, is in use, or is not ours to replace."""
 
 
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted, without hidden ones such as locks."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def check_new(out: str | os.PathLike[str], operation: str) -> Path:
     """Check that a folder can be made at a path, and return the absolute path.
 
     An empty folder may be at the path already, unless it is the current folder or a mount point.
 
     Raises:
-        OutputError: Anything else is at the path, even a symbolic link; or the nearest existing
-            parent is not a folder or not writable.
+        OutputError: Anything else is at the path, even a symbolic link. The nearest existing parent
+            is not a folder, or is not writable.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -127,7 +132,7 @@ def writing(to: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # torch and safetensors raise classes of their own
+    except Exception as error:  # torch and safetensors raise other classes than OSError
         failed = write_error(to, error)
         if failed is not None:
             raise failed from error
@@ -161,13 +166,13 @@ class NewFolder:
     """A folder that is written under a hidden name, and gets its final name when it is complete.
 
     As a context manager, it calls `open` on entry and `publish` on exit. After an error, it
-    discards what was written, unless ``resumable`` is True.
+    discards the written files, unless ``resumable`` is True.
 
     Args:
         out: The final path. An empty folder may be there already.
         operation: The name that error messages begin with.
-        resumable: After an error, keep what was written for a later run.
-        fresh: Remove what an interrupted earlier run left.
+        resumable: After an error, keep the written files for a later run.
+        fresh: Remove the files that an interrupted earlier run left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -226,7 +231,7 @@ class NewFolder:
         """Lock the hidden folder; return False if another run removed or replaced it meanwhile."""
         created = False
         with contextlib.suppress(FileExistsError):
-            os.mkdir(self.place)  # 0777 less the umask
+            os.mkdir(self.place)  # with mode 0777 minus the umask
             created = True
         try:
             self._lock = FolderLock(self.place, _MARKER, created=created)
@@ -289,7 +294,7 @@ class NewFolder:
             else:
                 why = error.strerror
             raise OutputError(f"{self._to}: {why}; the result is in {self.folder}") from None
-        # the result is in place; a later run clears what cannot be removed now
+        # the result is at its final path; a later run removes files that cannot be removed now
         with contextlib.suppress(OSError):
             self.discard()
 
@@ -307,7 +312,7 @@ class NewFolder:
             self.close()
 
     def close(self) -> None:
-        """Release the lock; keep what was written for a later run."""
+        """Release the lock; keep the written files for a later run."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -397,7 +402,7 @@ def new_file(path: str | os.PathLike[str], operation: str) -> Iterator[Path]:
     """
     path, to = Path(os.path.abspath(path)), f"{operation} to {os.fspath(path)}"
     make_folder(path.parent, operation)
-    # in the same folder, because a rename cannot cross file systems, under a unique name
+    # a unique name in the same folder, because a rename cannot cross file systems
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if os.path.lexists(path):

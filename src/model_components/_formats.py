@@ -42,7 +42,7 @@ def check_format(found: Mapping[str, Any], newest: int, operation: str) -> None:
         raise ValueError(f"{operation}: expected a JSON object, got a {type(found).__name__}")
     # the version is a number in JSON, and text in the metadata of safetensors
     version = str(found.get("format_version", 1))
-    # nine digits at most, because `int` raises an error of its own for thousands of digits
+    # nine digits at most, because `int` raises a different error for thousands of digits
     if not re.fullmatch("[1-9][0-9]{0,8}", version) or int(version) > newest:
         expected = "1" if newest == 1 else f"1 to {newest}"
         made_with = found.get("made_with")
@@ -78,7 +78,7 @@ def reading(path: object, operation: str) -> Iterator[None]:
     except Exception as error:  # torch, safetensors and transformers raise errors of many classes
         if isinstance(error, ValueError) and _is_our_error(error):
             raise
-        # torch has an OutOfMemoryError of its own
+        # torch defines its own OutOfMemoryError
         if isinstance(error, (ImportError, MemoryError)) or "OutOfMemory" in type(error).__name__:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,4 +1,4 @@
-"""Fused paths (Triton kernels), and the measurements that decide where they are used.
+"""Fused paths (Triton kernels), and the measurements that decide whether they are used.
 
 `measure_kernels` writes a small file to the user's cache, and ``impl="auto"`` reads it through
 `fused_pays`. A path that was never measured on a model of GPU is not used there.
@@ -31,7 +31,7 @@ _VERSIONS = ("model-components", "torch", "triton")  # a measurement depends on 
 
 
 class Trial(NamedTuple):
-    """A fused path at one size, and what it is compared with.
+    """A fused path at one size, and the functions that it is compared with.
 
     Attributes:
         fused: The fused path, a function of the inputs on the device.

@@ -153,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             # if `parameters` is empty, `wanted` is shorter than `used`
             needed = [t for t, want in zip((states, *used), wanted, strict=False) if want]
-            # the output may not depend on some of them, such as those of an inactive adapter
+            # the output may not depend on some of them, such as an inactive adapter's parameters
             found = iter(
                 torch.autograd.grad(logits, needed, gradient.to(logits.dtype), allow_unused=True)
             )

@@ -109,7 +109,7 @@ def is_path(name: str) -> bool:
 
 
 def _nearest(folder: Path) -> str:
-    """Return the end of a message that suggests a folder with a similar name in the same place.
+    """Return the end of a message that suggests a folder with a similar name next to this path.
 
     The result is empty if there is no such folder.
     """
@@ -126,7 +126,7 @@ def _nearest(folder: Path) -> str:
 def split_revision(place: str | Path) -> tuple[str, str | None]:
     """Split ``owner/name@revision`` into the name and the revision.
 
-    A folder, or a name without a revision, is returned as it is, with None.
+    A folder, or a name without a revision, is returned unchanged, with None.
     """
     name, at, revision = str(place).rpartition("@")
     # a folder may have an @ in its own name

@@ -22,7 +22,7 @@ def is_conv1d(module: object) -> bool:
     return loaded is not None and isinstance(module, loaded.Conv1D)
 
 
-# the descriptor of `Tensor.data`: tensors that are read through it must be read-only, too
+# the descriptor of `Tensor.data`; tensors that are read through it must also be read-only
 _DATA = vars(torch._C.TensorBase)["data"]
 
 

@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 
 
 class Layout(NamedTuple):
-    """The text of a row, and which parts of it are supervised.
+    """The text of a row, and the positions of its supervised parts.
 
     Attributes:
         text: The text.
@@ -128,7 +128,7 @@ def _alpaca_prompt(instruction: str, more: str) -> str:
 def _prompt_and_answer(tokenizer: Any, prompt: str, answer: str) -> Layout:
     """Return the layout of a prompt and a supervised answer, with the end-of-text token."""
     if not answer.strip():
-        # without a span: `TextExamples` counts the row as one without an answer
+        # without spans, `TextExamples` counts the row as a row without an answer
         return Layout(check_unicode(prompt), [], has_special_tokens=False)
     # the end-of-text token is supervised, too: otherwise a model would not learn to stop
     text = check_unicode(prompt + answer) + (tokenizer.eos_token or "")
@@ -139,7 +139,7 @@ def _messages(given: object, role: str, content: str, *, of_prompt: bool = False
     """Return messages with the roles and fields of chat templates.
 
     Args:
-        given: The messages in the form that they have in the row.
+        given: The messages as they are in the row.
         role: The name of the field that holds the role.
         content: The name of the field that holds the text.
         of_prompt: Whether these messages are a prompt, which needs no answer.
@@ -191,7 +191,7 @@ def _conversation(
     has_special_tokens = bool(tokenizer.chat_template)
     layouts = []
     for number in answers:
-        # one text up to the end of each answer: a template does not return positions
+        # render the text up to each answer's end, because a template does not return positions
         text = _render(tokenizer, messages[: number + 1], tools)
         if number:
             before = _render(tokenizer, messages[:number], tools, is_prompt=True)

@@ -15,7 +15,7 @@ from ._formats import reading
 from ._hub import find_folder, is_path
 
 _MOST_LAYERS = 10_000
-"""Far more layers than any model has; a mistyped number would keep transformers busy forever."""
+"""Far more layers than any model has; with a mistyped number, loading would take forever."""
 
 
 def read_config(place: str | Path, operation: str, **options: Any) -> PreTrainedConfig:
@@ -70,8 +70,8 @@ class CompleteModel(PreTrainedModel):
             **kwargs: As in `transformers.PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: There is no such folder, or it cannot be read; or tensors are missing,
-                unknown or not finite, or have another shape or an integer dtype.
+            ValueError: There is no such folder, or it cannot be read. Tensors are missing, unknown
+                or not finite, or have another shape or an integer dtype.
         """
         place = pretrained_model_name_or_path
         # if the path does not exist, transformers would look for it on the hub

@@ -54,8 +54,8 @@ class PosixLock:
             raise
         try:
             self._lock()
-            # not checked are a new folder, whose owner a network drive may report wrongly, and a
-            # folder that is no longer at its path, which the caller checks
+            # a new folder is not checked, because a network drive may report its owner wrongly; a
+            # folder that is no longer at its path is not checked, because the caller does so
             if not created and self.is_at(folder) and not self._is_marked(folder, marker):
                 raise NotOursError
         except BaseException:
@@ -76,7 +76,7 @@ class PosixLock:
         owner = os.fstat(self._descriptor).st_uid
         if owner != os.geteuid():
             return False
-        # empty: a run was killed between making the folder and marking it
+        # the folder is empty if a run was killed between making the folder and marking it
         return not os.listdir(folder) or is_file(folder / marker, owner)
 
     def is_at(self, folder: Path) -> bool:

@@ -50,7 +50,7 @@ _SENTENCE_MODULES = "modules.json"
 _SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
 """Settings of sentence-transformers; modules.json lists folders, such as one for pooling."""
 _RECORDS = ("mergekit_config.yml", "merge_manifest.json")
-"""Files of a merge that name local folders; the card has the recipe without their names."""
+"""Files of a merge that name local folders; the card has the recipe without these names."""
 
 
 def load_tokenizer(source: str | Path, *, local: bool = False) -> PreTrainedTokenizerBase | None:
@@ -93,7 +93,7 @@ def source_of(model: Any) -> str:
 
 
 def license_of(base: str) -> str | None:
-    """Return the license that a model's card names, or None if no card on this machine has one."""
+    """Return the license in a model's card, or None if no card on this machine names a license."""
     if not base:  # a model made in memory
         return None
     card: Any = Path(base, CARD)
@@ -108,7 +108,7 @@ def license_of(base: str) -> str | None:
             return None
     if not isinstance(card, (str, Path)) or not Path(card).is_file():
         return None
-    # the YAML header stands between two lines of ---
+    # the YAML header is between two lines of ---
     sections = Path(card).read_text(encoding="utf-8", errors="replace").split("---\n", 2)
     if len(sections) < 3 or sections[0].strip():
         return None
@@ -136,7 +136,7 @@ def card_of(
         paragraphs: The paragraphs below the heading.
         bases: Folders or hub ids of the source models. The header names hub ids only, and no folder
             of this machine.
-        tags: Tags besides ``model-components``.
+        tags: Tags in addition to ``model-components``.
         relation: The relation to the bases in the hub's terms, such as merge or finetune.
         **header: More fields of the header.
 
@@ -199,14 +199,14 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def _sentence_files(source: Path) -> list[str]:
-    """Return the files of sentence-transformers in a model's folder, if this can be told.
+    """Return the sentence-transformers files in a model's folder, or no files if in doubt.
 
-    In old folders, one of the modules is the model itself; then there is none to copy.
+    In old folders, one of the modules is the model itself. For such a folder, return no files.
     """
     try:
         listed = json.loads((source / _SENTENCE_MODULES).read_text(encoding="utf-8"))
         modules = [(module["path"], module["type"]) for module in listed]
-    except (OSError, ValueError, TypeError, KeyError):  # no such file, or one of something else
+    except (OSError, ValueError, TypeError, KeyError):  # the file is missing or of another kind
         return []
     names = [_SENTENCE_MODULES, *_SENTENCE_FILES]
     for path, kind in modules:
@@ -224,7 +224,7 @@ def _sentence_files(source: Path) -> list[str]:
 def shown_name(name: str) -> str:
     """Return the name that a card shows: the hub id, or the folder's name without its path.
 
-    For the folder ``model`` or ``adapter`` in a run's folder, it is the name of the run's folder.
+    For the folder ``model`` or ``adapter`` in a run's folder, return the name of the run's folder.
 
     >>> shown_name("./runs/math/model"), shown_name("./models/math"), shown_name("org/math")
     ('math', 'math', 'org/math')

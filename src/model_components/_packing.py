@@ -15,8 +15,8 @@ _LENGTH = 8  # tokens of each of the two examples
 def change_of_second(operation: str, model: Any) -> float:
     """Return how much a packed example's logits change if the example before it is replaced.
 
-    It is 0 if the model keeps packed examples apart, by means of their position ids, up to
-    rounding.
+    The result is 0 if the change is at most rounding error, because the model separates packed
+    examples by their position ids.
 
     Raises:
         ValueError: The model does not return logits for every token.
@@ -41,6 +41,6 @@ def change_of_second(operation: str, model: Any) -> float:
         )
     before, after = (run[:, _LENGTH:].float() for run in runs)
     change = float((before - after).abs().max())
-    # kernels may round in another order, which is no influence
+    # kernels may round in another order, so a change this small does not count
     rounding = 4 * torch.finfo(runs[0].dtype).eps * float(before.abs().max())
     return change if change > rounding else 0.0

@@ -26,7 +26,7 @@ class CheckedModelConfig(PreTrainedConfig):
 
     def __post_init__(self, **rest: Any) -> None:
         """Derive missing fields, check all fields, and pass the other values to transformers."""
-        # before the check, which looks at derived fields as well
+        # derive fields first, because the check covers derived fields as well
         self.derive()
         check_config(self, CheckedModelConfig)
         refuse_unknown(type(self).__name__, _unknown(type(self), rest), _fields(type(self)))
@@ -36,7 +36,7 @@ class CheckedModelConfig(PreTrainedConfig):
         """Set fields that follow from other fields; subclasses may override this method."""
 
     def problems(self) -> Iterable[str]:
-        """Return messages about fields that conflict although each is valid; for subclasses."""
+        """Return messages about valid fields that conflict; subclasses may override this method."""
         return ()
 
     @classmethod

@@ -85,7 +85,7 @@ class Report:
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Return the lines below the table: warnings, and what was left out."""
+        """Return the lines below the table, such as warnings and notes on omissions."""
         return ()
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ def plain(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    # before the fields, because `to_dict` may return more; a class object has it, but no values
+    # call `to_dict` before reading fields, because it may return more; a class has no values
     if hasattr(value, "to_dict") and not isinstance(value, type):
         return plain(value.to_dict())
     if is_dataclass(value) and not isinstance(value, type):
@@ -148,7 +148,7 @@ def needs_matplotlib(operation: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # not imported yet, because that takes long and the plot comes last
+    # do not import matplotlib yet, because that takes long and the plot comes last
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"{operation}: a plot needs matplotlib; pip install 'model-components[plot]'"
@@ -197,7 +197,7 @@ def bars(ax: Axes | None, operation: str, values: Mapping[str, float], label: st
     figure, axes = axes_for(ax, operation, height=0.9 + 0.24 * max(1, len(values)))
     axes.barh(range(len(values)), list(values.values()), 0.7)
     axes.set_yticks(range(len(values)), list(values), fontsize=8)
-    # from large to small, which puts bar 0 at the top
+    # the axis runs from large to small, which puts bar 0 at the top
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.set_xlim(left=0.0)
     axes.set_xlabel(label)

@@ -22,8 +22,8 @@ from ._hub import hub_id
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 """Suffixes of files that hold rows; ``.gz`` may follow any of them except ``.parquet``."""
 
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's redirection writes
-_LONGEST_FIELD = 1 << 30  # in a CSV file; some answers are longer than Python's own limit, 128 kB
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's redirection writes UTF-16
+_LONGEST_FIELD = 1 << 30  # of a CSV file; some answers exceed Python's default limit of 128 kB
 _UNREADABLE = (UnicodeError, gzip.BadGzipFile, zlib.error, EOFError, csv.Error)
 
 
@@ -40,9 +40,9 @@ def kind_of(path: Path) -> str:
 def each_row(source: Any, operation: str) -> Iterator[tuple[int, Any]]:
     """Yield each row with its number, counted from 1.
 
-    In JSON lines and CSV files, the number is that of the line in the file (the last line of a CSV
-    record). Otherwise, it is the position of the row. A JSON file may hold a list or one value per
-    line, regardless of its suffix. A byte order mark is skipped.
+    In JSON lines and CSV files, the number is the line number in the file (of the last line of a
+    CSV record). Otherwise, it is the position of the row. A JSON file may hold a list or one value
+    per line, regardless of its suffix. A byte order mark is skipped.
 
     Args:
         source: A path, a hub id that ``datasets`` reads, a ``datasets`` data set, a pandas data
@@ -136,7 +136,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
         before = 1
     else:
         file.seek(0)
-    # strict: otherwise a quote that is not closed, or is closed within a field, swallows rows
+    # without strict, a quote that is not closed, or is closed within a field, would swallow rows
     reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
     names = list(reader.fieldnames or ())
     for name in names:
@@ -144,7 +144,7 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
             raise csv.Error(f"two columns are called {name!r}")
     for row in reader:
         line = before + reader.line_num
-        surplus = row.pop(None, None)  # where DictReader puts fields that have no name
+        surplus = row.pop(None, None)  # DictReader stores fields without a name under None
         if surplus:
             yield line, ValueError(f"{len(surplus)} more fields than the header")
         else:
@@ -200,7 +200,7 @@ def _holds_lines(file: IO[str]) -> bool:
         return False
     if not isinstance(_json_or_error(first), ValueError):
         return True
-    # either one value over several lines, or JSON lines with a damaged first line
+    # the file holds one value over several lines, or JSON lines with a damaged first line
     text = file.read()
     file.seek(0)
     return isinstance(_json_or_error(text), ValueError) and not text.lstrip().startswith("[")

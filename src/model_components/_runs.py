@@ -46,10 +46,10 @@ class RunFolder:
     With several processes, only the first one locks the folder and compares the settings.
 
     Raises:
-        OutputError: On entering, if another run holds the folder; if the folder cannot be written;
-            if it belongs to a run with other settings, or has results but no ``run.json``; or, with
-            ``fresh``, if its checkpoints are links.
-        ValueError: On entering, if ``run.json`` cannot be read.
+        OutputError: On entering. Another run holds the folder. The folder cannot be written. It
+            belongs to a run with other settings, or has results but no ``run.json``. With
+            ``fresh``, its checkpoints are links.
+        ValueError: On entering. ``run.json`` cannot be read.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunFolder:
         fresh: bool | None = False,
     ):
         self.folder = folder
-        # tells later commands which command the folder belongs to
+        # the command is recorded, so that other commands do not use this folder
         self.settings = {"command": operation, **settings}
         if contents is not None:
             self.settings["contents"] = dict(contents)
@@ -88,7 +88,7 @@ class RunFolder:
         make_folder(self.folder, self._operation)
         path = self.folder.resolve()  # the user may have made the folder a link
         try:
-            # the user may have made the folder, so it need not be marked
+            # created=True skips the check for a marker, because the user may have made the folder
             self._lock = FolderLock(path, _LOCK, created=True)
         except BlockingIOError:
             raise OutputError(
@@ -184,7 +184,7 @@ class RunFolder:
 
     def _compare(self, before: Mapping[str, Any]) -> None:
         earlier = _flatten(before)
-        # as run.json has them: tuples as lists
+        # converted to JSON and back, so that tuples become lists, as in run.json
         now = _flatten(json.loads(json.dumps(self.settings)))
         different = [
             name
@@ -214,7 +214,7 @@ class RunFolder:
         """Release the lock on the folder."""
         if self._lock is None:
             return
-        # before the lock is released: afterwards the file may be another run's
+        # remove the file before releasing the lock, because later it may belong to another run
         with contextlib.suppress(OSError):
             if self._signed is not None and not self._lock.holds_marker:
                 remove(self._signed)
@@ -235,7 +235,7 @@ class RunFolder:
 
 
 def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without mappings: ``{"a": {"b": 1}, "c": {}}`` becomes ``{"a.b": 1}``."""
+    """Flatten nested settings: ``{"a": {"b": 1}, "c": {}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -19,7 +19,7 @@ class Stage:
     """A folder of parts, each a file of tensors, that belong to one run.
 
     Args:
-        folder: The folder; with None, nothing is stored.
+        folder: The folder. If it is None, nothing is stored.
         key: A hash of everything that the parts depend on: settings, data, weights. Parts with
             another key are not read.
         operation: The name that error messages begin with.
@@ -47,7 +47,7 @@ class Stage:
             return
         from safetensors.torch import save_file
 
-        # safetensors refuses tensors that are not contiguous
+        # safetensors rejects tensors that are not contiguous
         stored = {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}
         described = json.dumps(notes)
         metadata = {
@@ -84,7 +84,7 @@ def hash_of(tensors: Iterable[tuple[str, Any]], *beside: str) -> str:
     """Return a hash of named tensors and of other text.
 
     Args:
-        tensors: Pairs of names and tensors, in any order; for other values, their repr is hashed.
+        tensors: Pairs of names and tensors, in any order. The repr of other values is hashed.
         *beside: Other text to hash.
     """
     import torch

@@ -80,7 +80,7 @@ class StepTrainer(Trainer):
         self.add_callback(_StepCallback(self))
 
     def needed_files(self) -> Sequence[str]:
-        """Return the names of files that a checkpoint must have besides those of transformers."""
+        """Return the names of files that a checkpoint must have besides transformers' files."""
         return ()
 
     def train(
@@ -157,7 +157,7 @@ class StepTrainer(Trainer):
         is_finite = math.isfinite(loss)
         # float16: the gradient scaler skips steps that overflow, and finds a smaller scale
         if self.accelerator.scaler is None:
-            # of parameters in the optimizer, even outside the model, such as those of a loss
+            # the optimizer may also have parameters outside the model, such as a loss's parameters
             gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
             are_finite = _is_finite(self._norm) and _are_finite(gradients)
             # either all processes stop (or skip the step), or none does
@@ -261,7 +261,7 @@ class StepTrainer(Trainer):
         After a resume, ``train_loss`` covers the whole run.
         """
         losses = self._losses
-        # each process has summed its own losses; from here on all have the mean
+        # each process has summed its own losses; from here on all processes have the mean
         is_of_steps = {"loss", "learning_rate"} <= logs.keys()  # a user may log another "loss"
         if is_of_steps or "train_loss" in logs:
             losses.total = self._mean_of_processes(losses.total)
@@ -274,7 +274,7 @@ class StepTrainer(Trainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Return the stock sampler or, to group by length, one that survives a resume unchanged."""
+        """Return the sampler; when grouping by length, use one that a resumed run can reproduce."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             return self.batches_of_like_length(sampler.lengths)
@@ -288,7 +288,7 @@ class StepTrainer(Trainer):
         return self._sampler
 
     def optimizer_groups(self) -> list[dict[str, object]] | None:
-        """Return the optimizer's parameter groups, or None for those of transformers' trainer."""
+        """Return the optimizer's parameter groups, or None for transformers' default groups."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -324,8 +324,8 @@ class StepTrainer(Trainer):
         """
         if num_items_in_batch is None:
             return loss
-        # the mean times its items is a sum, so the parts of a step add up to the step's mean
-        # a step with only prompts has no items and a loss of 0
+        # loss * items is a sum, so the shares of a step's micro-batches add up to the step's mean;
+        # a step with only prompts has no items and a loss of 0, so avoid a division by 0
         count = num_items_in_batch + (num_items_in_batch == 0)
         return loss * items / count * self.processes_of_mean()
 
@@ -357,7 +357,7 @@ class _SeededLengthSampler(LengthGroupedSampler):
 
 @dataclass
 class _Losses:
-    """Sums and counts of the losses of a run's steps: of all steps, and of those already logged."""
+    """The sum and number of step losses in a run: of all steps, and of the steps logged so far."""
 
     total: float = 0.0
     steps: int = 0

@@ -124,7 +124,7 @@ def not_padding(batch: Batch) -> Tensor | None:
 def tokens(x: Tensor, keep: Tensor | None) -> Tensor:
     """Return an activation's tokens that are not padding, (N, F)."""
     flat = x.reshape(-1, x.shape[-1])
-    # an expert sees only some of the tokens, and the mask does not tell which
+    # an expert gets only some of the tokens, and the mask does not show which ones
     if keep is None or len(keep) != len(flat):
         return flat
     return flat[keep]

@@ -1,4 +1,4 @@
-"""Load YAML from users; reject repeated keys and alias bombs."""
+"""Load YAML from users; reject repeated keys and aliases that expand to huge documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 _MOST_VALUES = 100_000
-"""The limit for a document with expanded aliases; ten lines can expand to billions of values."""
+"""The most values that a document may have with aliases expanded; ten lines can give billions."""
 
 
 class Loader(yaml.SafeLoader):
@@ -26,7 +26,7 @@ class Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return a mapping's node; raise an error for keys that repeat or are not scalars.
 
-        The keys are checked here because PyYAML later adds those of ``<<: *other`` to the mapping.
+        The check is here because PyYAML later adds the keys of ``<<: *other`` to the mapping.
         """
         node = super().compose_mapping_node(anchor)
         earlier: set[str] = set()
@@ -61,7 +61,7 @@ def read_yaml(text: str, loader: type[Loader] = Loader) -> list[Any]:
         documents = list(yaml.load_all(text, loader))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    # for tags such as !!timestamp, PyYAML raises errors of any kind
+    # for invalid values of tags such as !!timestamp, PyYAML raises errors of any class
     except Exception as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return [document for document in documents if document is not None]
@@ -75,7 +75,8 @@ def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
         loader: The class that reads it.
 
     Raises:
-        ValueError: As for `read_yaml`; or the text has several documents, or is not a mapping.
+        ValueError: `read_yaml` raises an error, the text has several documents, or the document is
+            not a mapping.
     """
     documents = read_yaml(text, loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], Mapping):
@@ -87,7 +88,7 @@ def read_mapping(text: str, loader: type[Loader] = Loader) -> Mapping[Any, Any]:
 def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
     """Return the number of values in a node; infinity if the node contains itself."""
     if node not in known:
-        known[node] = float("inf")  # stays if the node contains itself
+        known[node] = float("inf")  # the final value if the node contains itself
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             inner = node.value

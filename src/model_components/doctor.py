@@ -1,8 +1,8 @@
 """Check whether another distribution has overwritten packages of this library.
 
-Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. When they are
-installed, pip overwrites the ``__init__.py`` of our packages without a warning; when they are
-uninstalled, pip removes it.
+Unrelated distributions on PyPI are called ``kronecker`` and ``thinker``. When one of them is
+installed, pip overwrites the ``__init__.py`` of our package without a warning. When it is
+uninstalled, pip removes this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._version import __version__
 
 DISTRIBUTION = "model-components"
 PACKAGES = ("heads", "kronecker", "mergekit_lite", "thinker")
-_SIGN = "model_components"  # imported by each __init__.py of ours, but not by unrelated packages
+_SIGN = "model_components"  # each of our __init__.py files imports it; unrelated packages do not
 _SHOWN = (
     "torch",
     "transformers",
@@ -59,7 +59,7 @@ def other_distributions(package: str) -> list[str]:
 
 
 def examine(root: Path | None = None) -> list[Finding]:
-    """Return the damaged packages of the installation: an empty list if there are none.
+    """Return the damaged packages of the installation, or an empty list if there are none.
 
     Args:
         root: The folder that holds the packages; default: the folder of this installation.
@@ -137,7 +137,8 @@ class DoctorReport(Report):
         for package, others in self.shared.items():
             lines.append(
                 f"{package}: intact, but the distribution {', '.join(others)} has a package of "
-                "that name, too; if that distribution is upgraded or uninstalled, ours breaks"
+                "that name, too; if that distribution is upgraded or uninstalled, our package "
+                "breaks"
             )
         if not self.findings:
             lines.append("all four packages are intact")
@@ -161,7 +162,7 @@ def doctor() -> DoctorReport:
     overwritten = {finding.package for finding in findings}
     shared = {}
     for package in PACKAGES:
-        # if the other distribution is upgraded or uninstalled, ours breaks
+        # if the other distribution is upgraded or uninstalled, our package breaks
         if package not in overwritten and (others := other_distributions(package)):
             shared[package] = others
     return DoctorReport(__version__, sys.version.split()[0], versions, findings, shared)

@@ -182,7 +182,7 @@ def _checked_shape(operation: str, shape: object) -> tuple[int, int]:
 
 
 def _shapes_of(model: str | Path, operation: str) -> list[tuple[int, int]]:
-    """Return the sizes of a model's most frequent matrices, which are those of its blocks."""
+    """Return the most frequent sizes of a model's matrices, which are the sizes in its blocks."""
     from safetensors import SafetensorError, safe_open
 
     from ._hub import find_folder
@@ -237,7 +237,7 @@ def _measure(
 
 
 def _is_timed(device: torch.device) -> bool:
-    """Return whether times are meaningful; those of Triton's interpreter on a CPU are not."""
+    """Return whether times are meaningful; times of Triton's interpreter on a CPU are not."""
     return device.type == "cuda"
 
 
@@ -262,7 +262,7 @@ def _times(trial: _fused.Trial, device: torch.device, dtype: torch.dtype) -> tup
 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS + 3):
-        # both in each round, so that a GPU that slows down as it heats up slows both equally
+        # time both in each round, so that a GPU that slows down as it heats up affects both equally
         for kept, function in zip(times, (trial.eager, trial.fused), strict=True):
             kept.append(timed(function))
     # the first rounds compile and warm up
@@ -274,7 +274,7 @@ def _paying_paths(rows: Sequence[KernelRow]) -> set[str]:
     """Return the names of the paths that are correct and faster at every size they support."""
     taken = [row for row in rows if not row.cannot_run]
     names = {row.path for row in taken}
-    # "auto" looks a path up by its name only, so one answer must hold for all sizes
+    # "auto" looks up a path only by its name, so one answer must hold for all sizes
     return {name for name in names if all(row.pays for row in taken if row.path == name)}
 
 
@@ -293,9 +293,9 @@ def _write(card: str, dtype: str, rows: Sequence[KernelRow]) -> str:
         path["times"].append([row.shape, row.eager_ms, row.fused_ms])
     devices = _fused.read_measurements()
     before = devices.get(card)
-    # measurements with other versions of the packages are not valid now
+    # measurements made with other versions of the packages are not valid
     if isinstance(before, dict) and before.get("versions") == _fused.versions():
-        paths = {**before.get("paths", {}), **paths}  # keeps paths that were not measured now
+        paths = {**before.get("paths", {}), **paths}  # keep paths that this run did not measure
     devices[card] = {"versions": _fused.versions(), "paths": paths}
     file = _fused.cache_file()
     make_folder(file.parent, "measure_kernels")

@@ -21,10 +21,10 @@ def train(
     fresh: bool = False,
     run_flags: RunFlags,
 ) -> Report:
-    """Train a thinker on a task, or on your own rows; write the model and its accuracy.
+    """Train a thinker on a task or on your own rows, and write the model and its accuracy.
 
-    To continue an interrupted run, give the same command again. To train a finished model further,
-    give it with more --iterations.
+    To continue an interrupted run, repeat the command. To train a finished model further, repeat
+    the command with more --iterations.
 
     Args:
         task: Name of a task, such as reverse (an unknown name prints the list), or a file of rows
@@ -61,7 +61,7 @@ def evaluate(
 
     Args:
         folder: Folder that think train wrote.
-        lengths: Lengths of the held-out samples; default: --length and --lengths of the training.
+        lengths: Lengths of the held-out samples; default: --length and --lengths of think train.
         n_steps: Numbers of thinking steps to compare; default: n, 2n + 6 and 4n for length n
             if the model has a latent for each token, otherwise 1, 2, 4, 8, 16 and 32.
         samples: Number of held-out samples of each length.

@@ -73,7 +73,7 @@ def check_tokens(
     if mask is not None and mask.shape != tokens.shape:
         # torch's own transformers have time first unless batch_first is set
         if mask.shape == tokens.shape[::-1]:
-            hint = "; that is time first: transpose it"
+            hint = "; the mask is time first, (L, B), so transpose it"
         else:
             hint = ""
         raise ValueError(
@@ -96,14 +96,14 @@ def check_tokens(
 
 def _check_ids(config: ThinkerConfig, tokens: Tensor) -> None:
     """Check that token ids are in the vocabulary."""
-    # on a GPU such an id fails an assertion, which is reported by some later operation
+    # on a GPU an id outside the vocabulary fails an assertion, which only a later operation reports
     low = int(tokens.min())
     high = int(tokens.max())
     if low < 0 or high >= config.vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(
-            f"LatentThinker: a token id is {wrong}; expected 0 to vocab_size - 1, "
-            f"{config.vocab_size - 1}"
+            f"LatentThinker: a token id is {wrong}; expected 0 to {config.vocab_size - 1} "
+            "(vocab_size - 1)"
         )
 
 
@@ -121,7 +121,7 @@ def _check_places(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) ->
 def check_embeds(config: ThinkerConfig, tokens: Tensor | None, embeds: Tensor) -> None:
     """Check the shape of embeddings, and that neither tokens nor aligned positions are used."""
     if tokens is not None:
-        raise ValueError("LatentThinker: got input_ids and inputs_embeds, expected one of them")
+        raise ValueError("LatentThinker: expected either input_ids or inputs_embeds, got both")
     if embeds.dim() != 3 or embeds.shape[2] != config.hidden_size:
         raise ValueError(
             f"LatentThinker: inputs_embeds have shape {list(embeds.shape)}; expected (B, L, "
@@ -186,7 +186,7 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
-    """Return the call's plan, or else the config's, or else one with all the model's operations."""
+    """Return the call's plan or the config's plan; default: all operations that the model has."""
     if not isinstance(plan, FlowPlan | None):
         raise ValueError(f"LatentThinker: plan is {plan!r}; expected a FlowPlan")
     if plan is None and config.plan is not None:
@@ -201,7 +201,7 @@ def chosen_rows(
 ) -> Sequence[FlowRow]:
     """Return the plan's row for each step, after checking that the model supports it."""
     plan = chosen_plan(config, plan)
-    # a plan may round the config's number up; the number of a call is taken as it is
+    # a plan may raise the config's number of steps, but does not change a call's number
     rows = plan.rows(plan.num_steps(config.n_step) if n_step is None else n_step)
     check_plan(config, rows)
     return rows
@@ -225,13 +225,13 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
         )
     if config.memory == "static" and torch.is_grad_enabled() and any(row.mem_write for row in rows):
         raise ValueError(
-            'LatentThinker: memory="static" writes in place, which would change what autograd '
-            'saved; expected memory="grow", or torch.no_grad()'
+            'LatentThinker: memory="static" writes in place, which would change tensors that '
+            'autograd saved; expected memory="grow", or torch.no_grad()'
         )
 
 
 def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -> None:
-    """Check that labels have the shape of the logits, (B, O, ...), and are valid classes."""
+    """Check that labels have the first two axes of the logits, (B, O), and are valid classes."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
             f"LatentThinker: labels have shape {list(labels.shape)}; expected {list(logits[:2])}, "
@@ -240,13 +240,13 @@ def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -
     known = labels[labels != -100]
     if not labels.numel():
         return
-    # cross_entropy would be nan
+    # without any label, cross_entropy would return nan
     if not known.numel():
         raise ValueError("LatentThinker: expected one or more labels other than -100, got none")
     if int(known.min()) < 0 or int(known.max()) >= config.output_size:
         raise ValueError(
             f"LatentThinker: labels are {int(known.min())} to {int(known.max())}; expected 0 to "
-            f"output_size - 1, {config.output_size - 1}, and -100 where there is no answer"
+            f"output_size - 1, {config.output_size - 1}, or -100 if there is no answer"
         )
 
 
@@ -258,7 +258,15 @@ def check_latents(
     *,
     carried: bool = False,
 ) -> None:
-    """Check that the model supports the number of latents, and that a carry fits the input."""
+    """Check that the model supports the number of latents, and that a carry fits the input.
+
+    Args:
+        config: The model's config.
+        n_latent: The number of latents that the call sets, if any.
+        shape: The shape of the latents, (B, n, d).
+        context: The shape of the input, (B, L).
+        carried: Whether the latents are from a carry.
+    """
     n = shape[1]
     if carried and (shape[0] != context[0] or (n_latent is not None and n_latent != n)):
         raise ValueError(
@@ -266,9 +274,9 @@ def check_latents(
             f"rows{'' if n_latent is None else f' of {n_latent}'}"
         )
     if config.at_tokens and (n > context[1] or (n < context[1] and not config.causal)):
-        needed = "at most as many" if config.causal else "as many"
+        needed = "at most" if config.causal else "exactly"
         raise ValueError(
-            f"LatentThinker: n_latent is {n}; expected {needed} as there are tokens, {context[1]}"
+            f"LatentThinker: n_latent is {n}; expected {needed} the number of tokens, {context[1]}"
         )
     if config.table_size is not None and n > config.table_size:
         raise ValueError(

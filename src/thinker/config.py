@@ -36,7 +36,7 @@ class ThinkerConfig(CheckedModelConfig):
         hidden_size: Width d of token embeddings and latents.
         num_heads: Number of attention heads; must divide ``hidden_size``.
         mlp_size: Inner width of the SwiGLU MLP; default: 8/3 d, rounded up to a multiple of 8.
-        layers_per_step: Layers in the shared block; each step runs all of them.
+        layers_per_step: Number of layers in the shared block. Each step runs all of them.
         max_input_length: Maximum input length, in tokens.
         max_output_length: Maximum answer length, in symbols.
         num_latents: Number of latents, unless a call sets ``n_latent``. Default: 8, or one for each
@@ -120,7 +120,7 @@ class ThinkerConfig(CheckedModelConfig):
     num_latents: MaybeWhole = None
     latent_init: LatentInit = _DERIVED
     latent_noise: Rate = 1.0
-    # a plan has a row for each step: a damaged, huge number would fill the memory
+    # a plan has a row for each step, so a huge number in a damaged config would fill the memory
     n_step: Annotated[int, Range(least=1, most=1_000_000)] = 4
     plan: Any = None
     positions: Positions = "learned"
@@ -163,9 +163,9 @@ class ThinkerConfig(CheckedModelConfig):
                 self.num_positions = 4 * self.longest
 
     def __setattr__(self, key: str, value: object) -> None:
-        """Set a field; a plan is converted to plain lists, as in JSON.
+        """Set a field. A plan is converted to plain lists, as in JSON.
 
-        This also applies to a plan that is passed to ``from_pretrained`` or set later.
+        A plan that is passed to ``from_pretrained`` or set later is converted, too.
         """
         super().__setattr__(key, _plain(value) if key == "plan" else value)
 
@@ -182,7 +182,7 @@ class ThinkerConfig(CheckedModelConfig):
         size = self.hidden_size // self.num_heads
         if self.positions == "rotary" and size % 2:
             yield f"hidden_size / num_heads is {size}, expected an even size for rotary positions"
-        # two axes, and pairs within each
+        # there are two axes, and each axis rotates pairs of features
         if self.positions == "rotary_2d" and size % 4:
             yield (
                 f"hidden_size / num_heads is {size}, expected a multiple of 4 for rotary positions "

@@ -15,7 +15,7 @@ def mix(*words: int) -> int:
     """
     state = 0
     for word in words:
-        # the increment of SplitMix64, 2^64 over the golden ratio; its multipliers follow
+        # the increment of SplitMix64, 2^64 divided by the golden ratio, and then its multipliers
         state = (state + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -24,7 +24,7 @@ def mix(*words: int) -> int:
 
 
 def signed(word: int) -> int:
-    """Return 64 bits reinterpreted as a signed integer, as in torch's int64."""
+    """Return a 64-bit word reinterpreted as a signed integer, as in torch's int64."""
     return word - (1 << 64) if word >> 63 else word
 
 

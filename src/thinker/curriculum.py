@@ -37,16 +37,17 @@ class Batch(TypedDict):
     """A batch: the arguments of `LatentThinker`'s forward, so ``model(**batch)`` works.
 
     Attributes:
-        input_ids: (B, L).
-        attention_mask: (B, L).
+        input_ids: Token ids, (B, L).
+        attention_mask: True at tokens and False at padding, (B, L).
         labels: (B, O), or (B, T, O) with labels for each step; -100 where there is no answer.
         n_step: Number of steps; absent from held-out batches.
         n_latent: Number of latents, or None for the model's default; absent from held-out batches.
-        lengths: (B,), the length of each row. This field and those below are present only with
-            ``details=True``.
+        lengths: (B,), the length of each row. This field and the fields below are present only
+            with ``details=True``.
         distance: (B, O), if the task has distances; see `Sample`.
         step: The batch's number.
-        segment: The trainer's segment, from 0: how many batches before this one had the same rows.
+        segment: The trainer's segment, counted from 0: the number of earlier batches with the same
+            rows.
         rank: The process's rank.
     """
 
@@ -73,8 +74,8 @@ class CurriculumDataset(IterableDataset):
     Args:
         task: The task to sample.
         schedule: The schedule of lengths; default: half of the rows have the task's
-            ``default_length`` (20, or that of the longest row of a `RowsTask`), and the others have
-            uniformly drawn lengths up to it.
+            ``default_length`` (20, or the length of the longest row of a `RowsTask`), and the other
+            half have uniformly drawn lengths up to it.
         batch_size: Number of rows in a batch.
         n_step: Number of steps of each batch: one number, two numbers to draw between uniformly, or
             a function that returns either of these for the longest length in the batch. Processes
@@ -82,10 +83,10 @@ class CurriculumDataset(IterableDataset):
         n_latent: Number of latents of each batch, given like ``n_step``; default: the model's
             number.
         holdout: Share of the inputs, chosen by a hash, that training never sees and `held_out`
-            returns. The same inputs are held out with every seed. Lengths with fewer than 1000
-            different inputs have none held out; for a `RowsTask` the limit is 10, and a
-            `TensorTask` has no limit. With 0, `held_out` draws from all inputs, for example because
-            the test data are separate.
+            returns. The same inputs are held out with every seed. At lengths with fewer than 1000
+            different inputs, none are held out. For a `RowsTask` this limit is 10, and for a
+            `TensorTask` there is no limit. With 0, `held_out` draws from all inputs, which is
+            useful if the test data are separate.
         seed: The seed of all random choices.
         rank: The process's rank in distributed training; each process has its own batches.
         device: The device of the batches.
@@ -184,7 +185,7 @@ class CurriculumDataset(IterableDataset):
     def sizes(self, length: int | None = None) -> dict[str, Any]:
         """Return the fields of `ThinkerConfig` that a model needs for samples up to ``length``.
 
-        By default ``length`` is the schedule's longest.
+        By default ``length`` is the schedule's longest length.
 
         >>> from thinker import make_task
         >>> CurriculumDataset(make_task("add"), Frontier(max_length=3)).sizes()
@@ -200,7 +201,7 @@ class CurriculumDataset(IterableDataset):
         } | ({} if symbols is None else {"symbols": symbols})
 
     def difficulty(self, step: int | None = None) -> float:
-        """Return the schedule's difficulty at a step; default: the next one."""
+        """Return the schedule's difficulty at a step; default: the next step."""
         return self.schedule.difficulty(self.step if step is None else step, self.state)
 
     def report(self, right: Tensor, total: Tensor) -> None:
@@ -235,10 +236,10 @@ class CurriculumDataset(IterableDataset):
         n_latent = None
         if self.n_latent is not None:
             # drawn from `first`, so that all segments have the same number of latents, as a carry
-            # needs
+            # requires
             n_latent = between(_pair("n_latent", self.n_latent, longest), mix(self.seed, 5, first))
         batch = _rows(sample, lengths, details)
-        # without the rank: a process with more steps would keep the others waiting
+        # without the rank: a process with more steps would keep other processes waiting
         batch["n_step"] = between(_pair("n_step", self.n_step, longest), mix(self.seed, 4, step))
         batch["n_latent"] = n_latent
         if details:
@@ -248,7 +249,7 @@ class CurriculumDataset(IterableDataset):
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, beginning at the current step; several workers alternate."""
+        """Yield batches, beginning at the current step. Several workers take turns."""
         return self.batches()
 
     def batches(self, *, details: bool = False) -> Iterator[Batch]:
@@ -270,15 +271,15 @@ class CurriculumDataset(IterableDataset):
                 self.step += info.id
                 self._is_spread = True
         while True:
-            # before the yield, so that a persistent worker that starts again repeats no batch
+            # before the yield, so that a persistent worker does not repeat a batch if it restarts
             self.step += stride
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether the task has fixed rows of this length, at least one of them held out.
+        """Return whether the task has fixed rows of this length, of which one or more is held out.
 
-        Without a holdout, and beyond the schedule's lengths, all fixed rows count as held out. The
-        result is False if the task draws its inputs.
+        Without a holdout, and at lengths beyond the schedule's longest one, all fixed rows count as
+        held out. The result is False if the task draws its inputs.
         """
         rows = self.task.every(length)
         if rows is None:
@@ -290,7 +291,8 @@ class CurriculumDataset(IterableDataset):
     def held_out(self, batch: int, length: int, *, seed: int = 0, details: bool = False) -> Batch:
         """Return a batch of held-out inputs of one length.
 
-        If the task draws its inputs and none of that length is held out, the batch has any inputs.
+        If the task draws its inputs and none of that length is held out, the batch is drawn from
+        all inputs.
 
         Args:
             batch: Number of rows. If the task has fixed rows, each held-out row is returned at most
@@ -330,7 +332,7 @@ class CurriculumDataset(IterableDataset):
             "schedule": schedule,
             # functions are compared by their values
             "n_step": [list(_pair("n_step", self.n_step, length)) for length in some],
-            # 1 stands for None, with which the model sets the number
+            # None, with which the model sets the number, is stored as 1
             "n_latent": [list(_pair("n_latent", self.n_latent or 1, length)) for length in some],
             "seed": self.seed,
             "segments": self.segments,
@@ -349,7 +351,7 @@ class CurriculumDataset(IterableDataset):
         counts[min(longest, max(self.schedule.min_length, 32))] = 64
         found = []
         for _ in range(2):
-            # 4 keeps these rows apart from those of batches (1), checks (2) and held-out rows (3)
+            # with 4, the rows differ from batches (1), checks (2) and held-out rows (3)
             generator = self._generator(4)
             content = b""
             for length, count in counts.items():
@@ -373,7 +375,7 @@ class CurriculumDataset(IterableDataset):
             if before == value:
                 continue
             if isinstance(value, list) and len(value) == len(before):
-                # of the numbers of steps at many lengths, the first ones that differ
+                # report only the first numbers of steps or latents that differ
                 pairs = zip(before, value, strict=True)
                 before, value = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`ExitRule`: a rule that stops rows of a batch early; rows that stopped leave the batch.
+"""`ExitRule`: a rule that stops rows of a batch early and removes them from the batch.
 
 Shapes: B batch, n latents, d width, T steps.
 """
@@ -26,12 +26,12 @@ _CROWD = 7 / 8
 class ExitRule(CheckedConfig):
     """A rule that stops rows of a batch early, in evaluation.
 
-    Rows that stopped leave the batch.
+    Rows that stopped leave the batch as soon as they are an eighth of it or more.
 
     Args:
-        threshold: Stop a row when ‖z - z'‖ / ‖z'‖ is below it for every latent, where z' is the
-            latent before the step. `ThinkerOutput.residuals` has these values for each step, as a
-            guide.
+        threshold: Stop a row when ‖z - z'‖ / ‖z'‖ is below this value for each of its latents z,
+            where z' is the latent before the step. `ThinkerOutput.residuals` has the largest of
+            these ratios for each row and step, which helps to choose a threshold.
         min_steps: The first step at which a row may stop. A row stops only at a step that outputs.
 
     Raises:
@@ -65,7 +65,7 @@ class Exits:
         num_steps: The maximum number of steps.
     """
 
-    SAME = object()  # the batch stays as it is
+    SAME = object()  # the batch does not change
 
     def __init__(self, rule: ExitRule, context: Context, state: ThinkerState, num_steps: int):
         batch = len(state.latents)
@@ -76,7 +76,7 @@ class Exits:
         self.num_steps = num_steps
         # for each row that is still in the batch, its index in the original batch
         self.rows = torch.arange(batch, device=device)
-        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # which of them still run
+        self.going = torch.ones(batch, dtype=torch.bool, device=device)  # which rows still run
         self.latents = state.latents.clone()
         self.steps = torch.full((batch,), num_steps, device=device)
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
@@ -86,7 +86,7 @@ class Exits:
 
         Rows that stopped have the latents that they stopped with.
         """
-        # a copy, since later steps write into the latents, and kept ones must not change
+        # a copy, since later steps write into `self.latents`, and kept latents must not change
         whole = self.latents.clone()
         here = self.going.nonzero()[:, 0]
         return whole.index_copy_(0, self.rows[here], latents[here])
@@ -107,7 +107,7 @@ class Exits:
             return self.SAME
         else:
             done = self.going & (residual < self.rule.threshold)
-        # waits for the device
+        # this waits for the device
         which = done.nonzero()[:, 0]
         if not len(which):
             return self.SAME
@@ -132,7 +132,7 @@ class Exits:
         """Return the result of every row.
 
         The result has no memory, because rows that stopped at different steps wrote different
-        amounts.
+        amounts to it.
         """
         return Thought(
             state=ThinkerState(self.latents, None, self.places),

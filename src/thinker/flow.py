@@ -40,15 +40,15 @@ _FALSE = {"", "0", "-", "false", "no"}
 class FlowPlan:
     """A plan of the operations of all steps, with one row for each step.
 
-    First rows are followed by rows that repeat as often as needed (the loop), and by last rows.
-    Without a loop the plan has a fixed number of steps. A memory look-up sees what earlier steps
-    wrote; before the first write it does nothing.
+    The rows of the prologue are followed by rows that repeat as often as needed (the loop), and
+    then by the rows of the epilogue. Without a loop the plan has a fixed number of steps. A memory
+    look-up attends to the latents that earlier steps wrote. Before the first write it does nothing.
 
     Args:
-        prologue: First rows. Each is a `FlowRow`, a list of 1s and 0s in its order, or a mapping
-            from columns to 1 and 0.
-        loop: Rows that repeat in the middle, so that one plan works for many numbers of steps.
-        epilogue: Last rows.
+        prologue: The first rows. Each is a `FlowRow`, a list of 1s and 0s in the order of its
+            fields, or a mapping from the names of columns to 1 or 0.
+        loop: The rows that repeat in the middle, so that one plan works for many numbers of steps.
+        epilogue: The last rows.
 
     Raises:
         ValueError: There are no rows, a row is invalid, or the last row does not output.
@@ -136,7 +136,9 @@ class FlowPlan:
         *,
         generator: torch.Generator | None = None,
     ) -> FlowPlan:
-        """Draw a plan: each cell is 1 with probability p; the first row reads, the last outputs.
+        """Draw a plan in which each cell is 1 with probability p.
+
+        The first row always reads, and the last row always outputs.
 
         Args:
             p: The probability.
@@ -166,8 +168,8 @@ class FlowPlan:
 
         Args:
             table: The table. Its first line names the columns. A missing column counts as 0, except
-                ``self_attention``, which counts as 1. Cells are 1 or 0, or x or empty. Rows whose
-                ``step`` ends in * form the loop.
+                ``self_attention``, which counts as 1. A cell is 1 or x if the operation is on, and
+                0 or empty if it is off. Rows whose ``step`` ends in * form the loop.
 
         Raises:
             ValueError: A column is unknown or repeated, a cell is neither 1 nor 0, a row has too
@@ -185,7 +187,7 @@ class FlowPlan:
             raise ValueError(f"FlowPlan.from_table: table is {table!r}; expected a string")
         rows = _rows_of(table)
         steps = tuple(_row({c: v for c, v in row.items() if c != "step"}) for row in rows)
-        # as `print` marks the loop, so a printed plan can be read back
+        # `print` marks the loop in the same way, so a printed plan can be read back
         marked = [i for i, row in enumerate(rows) if str(row.get("step", "")).endswith("*")]
         if not marked:
             return cls(steps)
@@ -194,7 +196,7 @@ class FlowPlan:
         if len(marked) != end - first:
             raise ValueError(
                 "FlowPlan.from_table: rows marked with * have other rows between them; expected "
-                "one loop, of adjacent rows"
+                "one loop of adjacent rows"
             )
         return cls(steps[:first], steps[first:end], steps[end:])
 
@@ -219,7 +221,7 @@ class FlowPlan:
     def num_steps(self, usual: int) -> int:
         """Return a number of steps that the plan allows, ``usual`` if possible.
 
-        With a loop, this is the smallest number, ``usual`` or more, whose last step outputs.
+        With a loop, this is the smallest number from ``usual`` on with which the last step outputs.
         Without a loop, it is the plan's fixed number.
         """
         if self.loop:
@@ -227,7 +229,7 @@ class FlowPlan:
         return self.min_steps
 
     def _ends_in_output(self, n: int) -> int:
-        """Return the smallest number of steps, ``n`` or more, whose last step outputs.
+        """Return the smallest number of steps from ``n`` on with which the last step outputs.
 
         Such a number exists, since the last row of a plan always outputs.
         """
@@ -239,8 +241,8 @@ class FlowPlan:
         """Return the row of each step.
 
         Args:
-            n_step: The number of steps; default: `min_steps`. The last repetition of a loop of
-                several rows is cut short if the epilogue must begin.
+            n_step: The number of steps; default: `min_steps`. If the number does not fit whole
+                repetitions of the loop, the last repetition is cut short.
 
         Raises:
             ValueError: The plan does not allow the number of steps, or the last step would not
@@ -321,7 +323,7 @@ def _rows_of(table: str) -> list[Mapping[str, object]]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"FlowPlan.from_table: two columns are called {name!r}; expected each once"
+                f"FlowPlan.from_table: two columns are called {name!r}; expected different names"
             )
     # two dashes at least: a single one is a cell that means 0
     if cells and all(re.fullmatch(":?-{2,}:?", c) for c in cells[0]):

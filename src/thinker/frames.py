@@ -15,8 +15,8 @@ from .functional import Band, Turn
 from .state import Context
 
 _BAND = 16
-"""The number of keys per position of a band's width from which a band is used. From this number on,
-a band was at least as fast as torch's attention with a mask on the CPU where it was measured."""
+"""The ratio of the number of keys to the band's width from which a band is used. From this ratio
+on, a band was at least as fast as torch's attention with a mask, measured on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Frame:
 
 
 def plain_frame(context: Context) -> Frame:
-    """Return a frame in which latents attend to all latents and all input tokens but padding."""
+    """Return a frame in which latents attend to all latents and to all input except padding."""
     return Frame(None if context.mask is None else context.mask[:, None, None])
 
 
@@ -79,8 +79,8 @@ def token_frame(
 ) -> Frame:
     """Return the frame of latents that are the last n tokens.
 
-    With ``causal`` a latent attends to no later token. With ``window`` it attends only to tokens
-    less than ``window`` positions away.
+    With ``causal`` a latent does not attend to later tokens. With ``window`` it attends only to
+    tokens less than ``window`` positions away.
     """
     length = context.shape[1]
     if context.mask is None:
@@ -100,7 +100,7 @@ def token_frame(
     near = torch.ones(1, *after.shape, dtype=torch.bool, device=after.device)
     where = context.index if is_grid else place[None, :, None]
     if window is not None:
-        for axis in where.to(torch.int32).unbind(-1):  # in a grid by row and by column
+        for axis in where.to(torch.int32).unbind(-1):  # a grid has two axes, row and column
             near = near & ((axis[:, -n:, None] - axis[:, None]).abs() < window)
     if causal:
         near = near & (after >= 0)
@@ -116,7 +116,7 @@ def token_frame(
 def _is_band(length: int, window: int, causal: bool) -> bool:
     """Return whether a window costs less as a band than as a mask over all keys."""
     width = window if causal else 2 * window - 1
-    # a compiled graph must not depend on the length, and fuses what a narrow band computes
+    # a compiled graph must not depend on the length, and it fuses the operations of a narrow band
     if torch.compiler.is_compiling():
         return width < _BAND
     return length >= _BAND * width

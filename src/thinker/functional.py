@@ -22,7 +22,7 @@ def attention(
     keys: Tensor,  # (B, H, m, h)
     values: Tensor,  # (B, H, m, h)
     *,
-    mask: Tensor | Band | None = None,  # (B, 1, n, m) or broadcastable, True where to look
+    mask: Tensor | Band | None = None,  # (B, 1, n, m) or broadcastable, True at attended keys
 ) -> Tensor:  # (B, n, d)
     """Compute softmax(q kᵀ / √h) v for each head, and concatenate the heads.
 
@@ -53,7 +53,7 @@ def attention(
     ):
         raise ValueError(
             f"attention: query has shape {list(query.shape)}, keys {list(keys.shape)}, values "
-            f"{list(values.shape)}; expected (B, H, n, h), (B, H, m, h) and the keys' shape"
+            f"{list(values.shape)}; expected (B, H, n, h), and (B, H, m, h) for keys and values"
         )
     if isinstance(mask, Band):
         return mask.attend(query, keys, values)
@@ -65,7 +65,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Band:
-    """The keys near each query: from ``behind`` positions before it to ``ahead`` after it.
+    """The keys near each query, ``behind`` positions before it to ``ahead`` positions after it.
 
     The last query has the position of the last key. Time and memory are O(n W), where W is the
     width of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).

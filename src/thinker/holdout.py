@@ -10,10 +10,10 @@ from torch import Tensor
 from .counters import signed
 from .tasks.task import Sample, Task, row_key, row_words
 
-_ENOUGH = 1000  # lengths with fewer inputs than this have none held out
-# the same for tasks with fixed rows: with fewer inputs, all of a length might be held out
+_ENOUGH = 1000  # at a length with fewer inputs, none are held out
+# the same for tasks with fixed rows: with fewer inputs, all inputs of a length might be held out
 _ENOUGH_GIVEN = 10
-_HASHES = 1 << 24  # fine enough for a share
+_HASHES = 1 << 24  # the number of hashes: enough to divide inputs into precise shares
 
 
 class HoldOut:
@@ -72,7 +72,8 @@ class HoldOut:
             word = row_key(sample.tokens, sample.mask, self._words)
         else:
             word = sample.key
-        # a key is a sum, whose low bits depend only on low bits, so it is mixed as in SplitMix64
+        # The low bits of a sum depend only on the low bits of its terms. A key is a sum, so it is
+        # mixed as in SplitMix64.
         word = (word ^ (word >> 29)) * signed(0xBF58476D1CE4E5B9)
         return (word ^ (word >> 32)) & (_HASHES - 1)
 
@@ -96,7 +97,7 @@ class HoldOut:
             if not len(wrong):
                 return sample
             these = lengths[wrong]
-            # with a row of the longest length, targets have the same number of steps
+            # one more row, of the longest length, gives the targets the same number of steps
             if self.task.by_step:
                 these = torch.cat([these, lengths.amax()[None]])
             again = self.task.sample(generator, len(these), these).rows(
@@ -109,7 +110,7 @@ class HoldOut:
                     # keys have no columns
                     whole[wrong] = part
                     continue
-                # without a row of the longest length, the new rows are narrower than the batch
+                # without a row of the longest length, the new rows may be narrower than the batch
                 width = part.shape[-1]
                 if self.task.pads_left:
                     columns = slice(whole.shape[-1] - width, None)
@@ -123,13 +124,13 @@ class HoldOut:
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
-        """Draw held-out rows, or any rows if none of that length are held out.
+        """Draw held-out rows, or rows from all inputs if none of that length are held out.
 
         If the task has fixed rows, each held-out row is returned at most once.
 
         Raises:
-            ValueError: The task has fixed rows, none of which has that length and is held out; or
-                too few held-out inputs were found.
+            ValueError: The task has fixed rows, but no held-out row of that length; or too few
+                held-out inputs were found.
         """
         given = self.task.every(length)
         if given is not None:

@@ -18,7 +18,7 @@ from .memory import KeysValues
 def make_norm(config: ThinkerConfig) -> nn.LayerNorm:
     """Return a layer norm of the model's width, without a bias.
 
-    On a CPU it is one kernel, whereas torch composes an RMS norm of several.
+    On a CPU it is a single kernel, whereas torch composes an RMS norm from several kernels.
     """
     return nn.LayerNorm(config.hidden_size, bias=False)
 

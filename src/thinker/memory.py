@@ -115,8 +115,8 @@ class StaticMemory(Memory):
         """
         if torch.is_grad_enabled():
             raise ValueError(
-                'LatentThinker: memory="static" writes in place, which would change what autograd '
-                'saved; expected memory="grow", or torch.no_grad()'
+                'LatentThinker: memory="static" writes in place, which would change tensors that '
+                'autograd saved; expected memory="grow", or torch.no_grad()'
             )
         return self._write(layers)
 
@@ -125,16 +125,17 @@ class StaticMemory(Memory):
         if not self.room.layers:
             whole = (batch, heads, n * self.size, size)
             self.room.layers = tuple((k.new_zeros(whole), v.new_zeros(whole)) for k, v in layers)
-        # a newer memory has been written after the end of this one
+        # a newer memory has already been written after the end of this one
         if self.filled != self.room.filled:
             raise ValueError(
                 "LatentThinker: this carry is out of date, because an earlier call continued from "
-                'it, and memory="static" is shared; expected the newest carry, or memory="grow"'
+                'it, and all carries share the storage of memory="static"; expected the newest '
+                'carry, or memory="grow"'
             )
         end = self.filled + n
         if end > self.room.layers[0][0].shape[2]:
             raise ValueError(
-                f"LatentThinker: static memory has room for {self.size} writes and is full; "
+                f"LatentThinker: the static memory has room for {self.size} writes and is full; "
                 "expected a larger memory_size"
             )
         for (keys, values), (k, v) in zip(self.room.layers, layers, strict=True):

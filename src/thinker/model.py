@@ -46,7 +46,7 @@ class LatentThinker(CompleteModel):
 
     All tensors are batch first. The input's keys and values are projected once, and every step
     reads them. Each call can set the numbers of steps and latents. If latents start from noise, a
-    call can use more of them than training did.
+    call can use more latents than training did.
 
     Args:
         config: The model's config; default: a config made from ``fields``.
@@ -166,8 +166,8 @@ class LatentThinker(CompleteModel):
             inputs_embeds: Vectors to use instead of embedded tokens.
             out_len: Length of the longest answer that will be decoded, so that enough random
                 positions are drawn; default: the input's length.
-            places: Positions drawn in an earlier call, such as those of a carry; default: new ones
-                are drawn.
+            places: Positions drawn in an earlier call, such as ``carry.places``; default: new
+                positions are drawn.
             generator: The random generator for positions.
 
         Raises:
@@ -205,7 +205,7 @@ class LatentThinker(CompleteModel):
             keys_values=tuple(layer.read.project(embedded, turn) for layer in self._layers()),
             static=()
             if static is None
-            # pyrefly: ignore[missing-attribute]: layers have it where the config has static tokens
+            # pyrefly: ignore[missing-attribute]: layers have it if the config has static tokens
             else tuple(layer.static.project(static[None]) for layer in self._layers()),
             mask=mask,
             index=index,
@@ -296,7 +296,7 @@ class LatentThinker(CompleteModel):
                     break
                 if rest is not exits.SAME:
                     context, latents, memory = rest
-                    # rows have left: masks and angles are needed for the remaining rows only
+                    # masks and angles are needed only for the rows that remain in the batch
                     frame = self._frame(context, latents.shape[1])
         if exits is not None:
             return exits.thought(kept, keep)
@@ -357,9 +357,9 @@ class LatentThinker(CompleteModel):
             attention_mask: 1 at tokens, 0 at padding.
             inputs_embeds: Vectors to use instead of embedded tokens.
             labels: The correct answer, from which ``loss`` is computed. With labels for each step,
-                (B, T, O), the loss is that of the last step.
-            out_len: Length of the answer; default: that of the labels, or, without labels, as in
-                `decode`.
+                (B, T, O), the loss is computed from the last step's labels.
+            out_len: Length of the answer; default: the length of the labels, or, without labels, as
+                in `decode`.
             n_step: Number of steps; see `think` for this and the arguments below.
             n_latent: Number of latents.
             plan: The operations of each step.
@@ -371,7 +371,7 @@ class LatentThinker(CompleteModel):
             generator: The generator of all random choices.
 
         Raises:
-            ValueError: As in `encode`, `think` and `decode`.
+            ValueError: An argument is invalid, as in `encode`, `think` and `decode`.
         """
         # a carry does not store its number of steps, so the next step's labels are unknown
         if labels is not None and labels.dim() == 3 and carry is not None:
@@ -474,7 +474,7 @@ class LatentThinker(CompleteModel):
         else:
             z = self._advance(z, row, context, written, frame)
         if row.mem_write and memory is not None:
-            # pyrefly: ignore[missing-attribute]: layers have it where there is a memory
+            # pyrefly: ignore[missing-attribute]: layers have it if there is a memory
             memory = memory.write([layer.memory.project(z) for layer in self._layers()])
         return z, memory
 
@@ -508,7 +508,7 @@ class LatentThinker(CompleteModel):
         if config.at_tokens:
             if out_len not in (None, latents.shape[1]):
                 raise ValueError(
-                    "LatentThinker: with latent_init='tokens' out_len is the number of latents; "
+                    "LatentThinker: with latent_init='tokens', out_len is the number of latents; "
                     f"expected None or {latents.shape[1]}, got {out_len}"
                 )
             return self.readout(latents, None)
@@ -523,7 +523,8 @@ class LatentThinker(CompleteModel):
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw N(0, 1) numbers on the generator's device, and move them to the device of ``like``."""
-    if generator is None:  # torch.compile takes no generator, not even None, with dynamic sizes
+    if generator is None:
+        # with dynamic sizes, torch.compile does not accept `generator`, even if it is None
         return torch.randn(shape, device=like.device, dtype=like.dtype)
     # drawn on the generator's device, so that a CPU generator gives a model on a GPU the same
     # numbers

@@ -47,7 +47,7 @@ def operand_index(
     mask: Tensor | None,  # (B, L)
     separators: list[int],
 ) -> Tensor:  # (B, L)
-    """Return how far each token is from the start of its operand.
+    """Return the distance of each token from the start of its operand.
 
     A separator is the last token of the operand that it ends.
 
@@ -81,7 +81,7 @@ def grid_index(
         count = torch.tensor([[tokens.shape[1]]], device=tokens.device)
     else:
         count = mask.sum(1, keepdim=True)
-    # exact, since `check_grid` refuses counts that are not squares
+    # exact, since `check_grid` rejects counts that are not squares
     columns = count.double().sqrt().round().long()
     place = token_index(tokens, mask)
     return torch.stack([place // columns, place % columns], -1)
@@ -126,8 +126,8 @@ class Positions(nn.Module):
     ) -> Places:
         """Draw positions for a batch whose longest input or answer has ``length`` tokens.
 
-        Only ``"random"`` positions are drawn. Evaluation without a generator draws the same ones
-        each time.
+        Only ``"random"`` positions are drawn. Evaluation without a generator draws the same
+        positions each time.
         """
         config = self.config
         if config.positions != "random":
@@ -138,7 +138,7 @@ class Positions(nn.Module):
             where = generator.device
         else:
             where = torch.device("cpu")
-        # from the whole table, so that codes that only long inputs need are trained as well
+        # from the whole table, so that the codes for long inputs are trained as well
         drawn = (
             torch.randperm(config.num_positions, generator=generator, device=where)[:length]
             .sort()

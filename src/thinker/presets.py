@@ -28,15 +28,15 @@ from .training import ThinkerTrainer, thinker_arguments
 Kind = Literal["scan", "exchange", "pointer", "grid"]
 
 MORE_STEPS = 6
-"""Thinking steps in training beyond one for each symbol, so that correct answers learn to stay."""
+"""The number of thinking steps in training beyond one for each symbol. With them, models learn to
+keep a correct answer."""
 
-# The most steps of a batch if each step has its own answer. With more, information from an end of
-# the row would reach all latents in training.
+# The maximum number of steps of a batch if each step has its own answer. With more steps,
+# information from an end of the row would reach all latents in training.
 _MOST_EXCHANGES = 8
 
-# If the latents are the tokens, these positions have no parameters per position, so they set no
-# limit on the input's length.
-# _ANY_LENGTH is far more than memory and thinking steps allow in practice.
+# If the latents are the tokens, these positions have no parameters per position, so they do not
+# limit the input's length. _ANY_LENGTH is far more than memory and time allow in practice.
 _WITHOUT_TABLE = ("rotary", "cyclic")
 _ANY_LENGTH = 10_000
 
@@ -99,7 +99,7 @@ class Preset:
         if task.default_length == 1:
             schedule = Fixed(max_length=1)
         elif self.kind == "pointer" and task.by_step:
-            # a row of the longest length has an answer for each step, also for shorter lengths
+            # a row of the longest length has an answer for each step, so it trains all lengths
             schedule = Fixed(max_length=longest, min_length=task.min_length)
         else:
             schedule = Frontier(max_length=longest, min_length=task.min_length, share=self.share)
@@ -158,10 +158,11 @@ class Preset:
         callbacks: Sequence[TrainerCallback] = (),
         **arguments: Any,
     ) -> ThinkerTrainer:
-        """Return a `ThinkerTrainer` with the preset's loss and rate, and 50 warm-up steps.
+        """Return a `ThinkerTrainer` with the preset's loss and learning rate, and 50 warm-up steps.
 
-        It saves a checkpoint after each quarter of the steps, but at most every 10 steps, and keeps
-        only the newest one; ``train(resume_from_checkpoint=True)`` continues from it.
+        It saves a checkpoint after each quarter of the steps, but not more often than every 10
+        steps, and keeps only the newest one. ``train(resume_from_checkpoint=True)`` continues from
+        this checkpoint.
 
         Args:
             model: The model.
@@ -250,7 +251,9 @@ def pointer(**fields: Any) -> Preset:
 
 
 def grid(**fields: Any) -> Preset:
-    """Return the preset for grids of one size: token-mixing MLPs, four optimizer steps per batch.
+    """Return the preset for grids of one size.
+
+    It has token-mixing MLPs, and four optimizer steps per batch.
 
     Use it with ``TensorTask(..., grid=True)``.
 

@@ -22,7 +22,7 @@ from .run_config import PresetName, RunConfig, Schedule
 from .tasks import TASKS, AtTokens, RowsTask, Task, make_task
 
 RECIPES: dict[str, dict[str, Any]] = {  # fields of a `Run` that a task needs
-    # the position of an answer is that of its symbol, counted from the end
+    # an answer depends on the position of its symbol counted from the end
     "reverse": {"iterations": 1000, "model": {"from_end": True}},
     "roll": {"iterations": 1000, "model": {"from_end": True}},
     "add": {
@@ -123,7 +123,7 @@ class Run(CheckedConfig):
             fewest, most = self.steps
             counts["n_step"] = (plan.num_steps(fewest), plan.num_steps(most))
         if self.with_noise:
-            # training uses several numbers, so that the model can think with any number
+            # training uses several numbers, so that the model works with any number of latents
             counts["n_latent"] = (8, 16)
         kind = getattr(schedules, self.schedule.capitalize())
         schedule = kind(max_length=self.length, min_length=task.min_length)
@@ -163,7 +163,7 @@ def run_of(task: str, config: RunConfig) -> Run:
     """Return the settings of a run: the command's flags, which override the task's recipe.
 
     Raises:
-        ValueError: The task is unknown or has an answer at each step; a flag is invalid.
+        ValueError: The task is unknown or has an answer at each step, or a flag is invalid.
     """
     _check_task(task)
     if task not in TASKS:
@@ -176,7 +176,7 @@ def run_of(task: str, config: RunConfig) -> Run:
         recipe = {}
     model = recipe.get("model", {}) | _named_values(config.model)
     if model.get("causal"):
-        model.setdefault("latent_init", "tokens")  # as ThinkerConfig has it
+        model.setdefault("latent_init", "tokens")  # as in ThinkerConfig
     if config.steps is not None and model.get("latent_init") == "tokens":
         raise ValueError(
             f"think train: --steps is {list(config.steps)}, but with latent_init=tokens the number "
@@ -288,7 +288,7 @@ def _named_values(pairs: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> object:
     """Parse a value as YAML, or as a float if YAML reads it as a string (1e-1)."""
     try:
-        (value,) = read_yaml(text) or [None]  # "---" makes several values: a ValueError, too
+        (value,) = read_yaml(text) or [None]  # "---" starts a second value: ValueError, too
     except ValueError as error:
         raise ValueError(
             f"think train: expected one YAML value after NAME=, got {text!r}"

@@ -52,7 +52,7 @@ class TrainingReport(Report):
         return self.result
 
     def summary(self) -> Sequence[str]:
-        """Return what was trained, and the accuracy at its longest length."""
+        """Return the task, the cost of training, and the accuracy at the longest length."""
         return (
             f"{self.run.task}, length {self.run.length}: {self.result['iterations']} iterations, "
             f"{self.result['cpu_seconds']:.0f} CPU seconds"
@@ -74,7 +74,7 @@ class TrainingReport(Report):
 def train(
     run: Run, out: Path, *, samples: int, device: str, fresh: bool = False, progress: bool
 ) -> TrainingReport:
-    """Train a model; write it and its accuracy into a folder.
+    """Train a model, and write it and its accuracy into a folder.
 
     An unfinished run in the folder is continued.
 
@@ -94,7 +94,7 @@ def train(
     check_value("think train", "samples", samples, Whole)
     # before the model is made, since its weights are drawn at random
     set_seed(run.seed)
-    # invalid settings are refused before a folder is made
+    # invalid settings raise an error before a folder is made
     data = run.data()
     _lengths_of(run, data)
     rows = without_layout(data.task)
@@ -165,7 +165,10 @@ def _train(
     write_json(out / "result.json", result)
     if grid is not None:
         print(f"\n{grid}")
-    print(f"{out}: model/, result.json; next: model-components think evaluate|solve {out}")
+    print(
+        f"think train: wrote model/ and result.json to {out}; next: model-components think "
+        f"evaluate|solve {out}"
+    )
     return TrainingReport(run, result)
 
 
@@ -196,7 +199,7 @@ def _trainer_of(
     arguments = thinker_arguments(out / "checkpoints", **settings)
     loss: dict[str, Any] = {}
     if run.at_tokens and "window" in run.model:
-        # with a window, early steps cannot know what lies farther away
+        # with a window, early steps cannot use tokens that are farther away
         loss["step_loss"] = Reach(window=run.model["window"])
     return ThinkerTrainer(model, arguments, train_dataset=data, callbacks=[RewindOnPeak()], **loss)
 
@@ -271,7 +274,7 @@ def measure(
         "sequence": round(longest.sequence, 5),
         "by_length": {n: (round(a.token, 4), round(a.sequence, 4)) for n, a in by_length.items()},
     }
-    # with a latent for each token, a number of steps means nothing without a length
+    # with a latent for each token, a number of steps is meaningful only for one length
     if run.at_tokens:
         return result, None
     latents = _GRID_LATENTS if run.with_noise else (model.config.latents_for(1),)
@@ -281,7 +284,7 @@ def measure(
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
-    """Return the lengths to evaluate: about four of those in training, and the run's longer ones.
+    """Return the lengths to evaluate: about four lengths in training, and the run's longer lengths.
 
     For a file of rows, only lengths with held-out rows are returned.
 
@@ -371,7 +374,8 @@ def evaluate(
         device: The device to run on.
     """
     run = _run_in(folder)
-    read_json(folder, "result.json")  # without it, the model may be an earlier run's
+    # without this file, the model may belong to an earlier run
+    read_json(folder, "result.json")
     model: Any = LatentThinker.from_pretrained(folder / "model")
     model.to(device)
     data = _with_kept_rows(folder, run).data()
@@ -407,7 +411,8 @@ def solve_rows(folder: Path, inputs: Sequence[str]) -> Solutions:
             as "3 1 2".
     """
     run = _run_in(folder)
-    read_json(folder, "result.json")  # without it, the model may be an earlier run's
+    # without this file, the model may belong to an earlier run
+    read_json(folder, "result.json")
     task = _with_kept_rows(folder, run).bare_task()
     model: Any = LatentThinker.from_pretrained(folder / "model")
     rows: list[Any] = list(inputs)

@@ -35,7 +35,7 @@ class Schedule(ABC):
                 f"{type(self).__name__}: expected whole numbers with 1 <= min_length <= "
                 f"max_length, got min_length={both[0]!r} and max_length={both[1]!r}"
             )
-        # numpy's integers become plain ones, which tasks take
+        # NumPy integers become Python integers, which tasks expect
         object.__setattr__(self, "min_length", int(self.min_length))
         object.__setattr__(self, "max_length", int(self.max_length))
 
@@ -75,7 +75,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Schedule):
-    """A schedule in which every row has ``max_length``."""
+    """A schedule in which every row has the length ``max_length``."""
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
         """Return ``max_length`` for every row."""
@@ -98,11 +98,11 @@ def _share(what: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier(Schedule):
-    """The default schedule: some rows have ``max_length``, the others uniformly drawn lengths.
+    """The default schedule: some rows have ``max_length``, other rows have uniform lengths.
 
     Args:
-        min_length: Smallest length.
-        max_length: Largest length.
+        min_length: The smallest length.
+        max_length: The largest length.
         share: The share of the rows that are set to ``max_length``.
 
     >>> lengths = Frontier(max_length=9).lengths(
@@ -120,7 +120,7 @@ class Frontier(Schedule):
         _share("Frontier", self.share)
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Return ``max_length`` for some rows, and uniformly drawn lengths for the others."""
+        """Return ``max_length`` for some rows, and uniformly drawn lengths for all other rows."""
         return self._frontier(generator, batch, self.max_length, self.share)
 
 
@@ -132,7 +132,7 @@ class Progressive(Schedule):
     length is between ``retreat`` and ``threshold``.
 
     Args:
-        start: The first frontier; default ``min_length``.
+        start: The first frontier; default: ``min_length``.
         threshold: The accuracy from which the frontier rises by ``grow``.
         retreat: The accuracy below which the frontier falls by one.
         grow: The number of lengths by which the frontier rises.
@@ -178,7 +178,7 @@ class Progressive(Schedule):
         return float(state[0])
 
     def lengths(self, generator: torch.Generator, batch: int, step: int, state: Tensor) -> Tensor:
-        """Return the frontier for some rows, and uniform lengths up to it for the others."""
+        """Return the frontier for some rows, and uniform lengths up to it for all other rows."""
         return self._frontier(generator, batch, int(state[0]), self.share)
 
     def update(self, state: Tensor, right: Tensor, total: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ class Progressive(Schedule):
             at = min(self.max_length, at + self.grow)
         elif good / all_ < self.retreat:
             at = max(self.min_length, at - 1)
-        # the counts restart even if the frontier stays: old answers say nothing about the current
-        # model
+        # the counts restart even if the frontier stays the same, since old answers are not from the
+        # current model
         return torch.tensor([at, 0.0, 0.0], dtype=state.dtype)
 
 
@@ -214,7 +214,7 @@ class Dynamic(Schedule):
         super().__post_init__()
         if self.floor <= 0 or not 0 <= self.momentum < 1:
             raise ValueError(
-                f"Dynamic: expected floor above 0 and momentum from 0 to below 1, got "
+                f"Dynamic: expected floor above 0 and momentum of 0 or more and below 1, got "
                 f"floor={self.floor}, momentum={self.momentum}"
             )
 

@@ -27,7 +27,8 @@ from .tasks import AtTokens, RowsTask, Sample, Task, TensorTask
 from .tasks.at_tokens import without_layout
 from .tasks.task import IGNORED
 
-_STEPS = 10  # the default maximum of steps, for each symbol of the longest row, with token latents
+# the default maximum number of steps for each symbol of the longest row, if latents are tokens
+_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Solutions(Report):
     """The answers to inputs, one for each row.
 
     Attributes:
-        answers: Each answer as the task has it: ids, or, for a `RowsTask`, a string or symbols.
+        answers: The answers in the task's form: ids, or, for a `RowsTask`, strings or symbols.
         steps: The number of steps of each row.
         settled: Whether the exit rule stopped each row before the maximum number of steps; always
             True if each step has its own answer.
@@ -69,7 +70,7 @@ def solve(
     max_steps: int | None = None,
     exit_rule: ExitRule | None = None,
 ) -> Solutions:
-    """Compute a trained model's answers to inputs; an exit rule decides when each one is done.
+    """Compute a trained model's answers to inputs. An exit rule decides when to stop.
 
     Args:
         model: A trained model.
@@ -89,8 +90,8 @@ def solve(
     Raises:
         ValueError: A row is empty, has an id outside the vocabulary, is longer than the model's
             longest input, is too short for the task, or is not as long as the rows of a
-            `TensorTask`; the model's latents are
-            only its last few tokens; or each step has its own answer and ``max_steps`` is None.
+            `TensorTask`. Or the model's latents are only the last few tokens, or each step has its
+            own answer and ``max_steps`` is None.
 
     >>> import thinker as th
     >>> task = th.AtTokens(th.make_task("prefix_sum"))
@@ -122,7 +123,7 @@ def solve(
 
 
 def _check_kinds(model: object, task: object, rows: object) -> None:
-    """Check that the model is a thinker, and that it can solve rows of this kind for this task."""
+    """Check that the model is a thinker, and that `solve` accepts the task and the kind of rows."""
     # the config identifies a thinker even if the model was compiled or wrapped
     if not isinstance(getattr(model, "config", None), ThinkerConfig) or not isinstance(task, Task):
         raise ValueError(
@@ -134,8 +135,8 @@ def _check_kinds(model: object, task: object, rows: object) -> None:
     inner = without_layout(task)
     if isinstance(inner, TensorTask) and inner.mask is not None:
         raise ValueError(
-            "solve: task is a TensorTask with a mask, which rows cannot carry; expected a task "
-            "without a mask; call model(tokens, mask) instead"
+            "solve: task is a TensorTask with a mask, which rows do not have; expected a task "
+            "without a mask, or a call of model(tokens, mask) instead of solve"
         )
 
 
@@ -202,7 +203,7 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
     """Check the token ids of rows, and their length for a `TensorTask`."""
     if not rows:
         raise ValueError("solve: expected rows, got none")
-    # the shortest row of a user's data is no limit of the task
+    # the shortest row of a user's data does not limit the task
     shortest = 1 if isinstance(task, RowsTask) else task.min_length
     while task.output_length(shortest) < 1:
         shortest += 1
@@ -212,7 +213,7 @@ def _check_rows(rows: Sequence[Sequence[int]], task: Task) -> None:
             raise ValueError(
                 f"solve: row {number} is {row!r:.80}; expected ids from 0 to {task.vocab_size - 1}"
             )
-        # the rows of a `TensorTask` have one length, which it calls 1
+        # all rows of a `TensorTask` have the same length, which the task counts as 1
         if task.default_length == 1 and len(row) != task.input_length(1):
             raise ValueError(
                 f"solve: row {number} has {len(row)} ids; expected {task.input_length(1)}, as in "
@@ -241,8 +242,8 @@ def _most_steps(model: LatentThinker, task: Task, longest: int, max_steps: int |
         raise ValueError(
             "solve: expected max_steps, got None; each step of the task has its own answer"
         )
-    # other latents may not settle, and get worse beyond the steps of training (see
-    # docs/thinker_questions.md)
+    # other latents may not settle, and their answers get worse with more steps than in training
+    # (see docs/thinker_questions.md)
     most = _STEPS * longest if config.at_tokens else config.n_step
     if config.memory_size is not None:
         most = min(most, config.memory_size)

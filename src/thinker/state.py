@@ -55,7 +55,7 @@ class Context:
             self,
             keys_values=tuple((change(k), change(v)) for k, v in self.keys_values),
             mask=None if self.mask is None else change(self.mask),
-            # one row serves all inputs if none is padded
+            # without padding, all inputs share one row
             index=self.index if self.index.shape[0] == 1 else change(self.index),
             embedded=None if self.embedded is None else change(self.embedded),
         )
@@ -66,7 +66,7 @@ class ThinkerState:
     """Latents and memory after some steps, to pass to `LatentThinker.think` as ``carry``.
 
     Args:
-        latents: (B, n, d).
+        latents: The latents, (B, n, d).
         memory: The keys and values written so far; None without a memory.
         places: The positions drawn for the input, which the answer must share.
     """

@@ -30,7 +30,6 @@ STRATEGIES = {
     "factors-only": "the factors alone",
     "factors-first": "the factors alone for a third of the steps, then all",
     "in-turns": "the factors alone and all, in turns of a sixth of the steps",
-    "one-by-one": "layer after layer changes over to its factors, with all at one rate",
     "labels": "all at one rate, no teacher",
 }
 EVERYWHERE = ("together", "factors-first")  # the others: from prune alone

@@ -1229,7 +1229,7 @@ def test_blocks_that_nothing_replaces_are_said(kind, said):
             parameter.mul_(3)  # so that it stays
     config = PruneConfig(keep=1 / len(layers), method="blocks", epochs=0)
     report = prune_(model, config, calibration=[ids()], progress=False)
-    notes = [note for note in report.notes if "not fitted to replace the blocks" in note]
+    notes = [note for note in report.notes if "not fitted to compensate for the blocks" in note]
     assert len(notes) == said
     if said:
         assert notes[0].startswith("model.layers.0.mlp")

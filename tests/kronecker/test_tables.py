@@ -102,7 +102,7 @@ def test_tables_are_saved_trained_folded_and_reverted(kind, init, tmp_path):
     assert row.after < 0.6 * row.before
     assert 0 < row.error < 1
     seen = f"{name}: the calibration tokens look up {len(ids(seed=1).unique())} of 96 rows"
-    seen += "; the error says nothing about the others"
+    seen += "; the error says nothing about the other rows"
     assert (seen in report.remarks()) == (init == "sequential")
     table = model.get_submodule(name)
     after = output(model)

@@ -11,7 +11,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from kronecker import (
     DistillConfig,
-    FadeIn,
     FreezePretrained,
     KroneckerConfig,
     KroneckerLinear,
@@ -355,74 +354,6 @@ def test_freezing_and_releasing(steps, repeat, moved, tmp_path):
         FreezePretrained(0)
 
 
-@pytest.mark.parametrize("order", ["low_to_high", "high_to_low"])
-def test_layers_come_in_one_at_a_time(order, tmp_path):
-    original = tiny("gpt2", **SMALL)
-    model = student(
-        init="sequential", calibration=[torch.stack([r["input_ids"] for r in rows()])], fade_in=True
-    )
-    ids = rows()[0]["input_ids"][None]
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(input_ids=ids).logits, original(input_ids=ids).logits, rtol=1e-4, atol=1e-5
-        )
-    look = Look(
-        lambda m: [layer.share for layer in m.modules() if isinstance(layer, KroneckerLinear)]
-    )
-    train(model, tmp_path, callbacks=[FadeIn(every=1, over=2, order=order), look], max_steps=8)
-    shares = look.seen
-    assert shares[0] == ([1 / 3] + [0.0] * 5 if order == "low_to_high" else [0.0] * 5 + [1 / 3])
-    assert shares[2] == (
-        [1.0, 2 / 3, 1 / 3] + [0.0] * 3
-        if order == "low_to_high"
-        else [0.0] * 3 + [1 / 3, 2 / 3, 1.0]
-    )
-    assert shares[7] == [1.0] * 6
-    assert all(m.original is None for m in model.modules() if isinstance(m, KroneckerLinear))
-    with pytest.raises(ValueError, match=r"FadeIn:.*original"):
-        train(model, tmp_path, callbacks=[FadeIn()])
-    with pytest.raises(ValueError, match=r"FadeIn:.*low_to_high.*high_to_low"):
-        FadeIn(order="middle")
-
-
-def test_originals_that_the_last_step_needed_are_asked_for(tmp_path):
-    fade = FadeIn(every=0, over=4)
-    more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
-    train(student(init="prune", fade_in=True), tmp_path, callbacks=[fade], **more)
-    with pytest.raises(ValueError, match="FadeIn: no layer has its original"):
-        train(
-            student(init="prune"),
-            tmp_path,
-            callbacks=[fade],
-            resume=str(tmp_path / "checkpoint-4"),
-            **more,
-        )
-
-
-@pytest.mark.parametrize("steps", [4, 8])
-def test_a_run_resumed_at_its_end_is_the_model_that_it_left(steps, tmp_path):
-    def run(resume=None):
-        model = student(init="prune", fade_in=True)
-        callbacks = [FadeIn(every=1, over=2)]
-        more = {"max_steps": steps, "save_strategy": "steps", "save_steps": steps}
-        train(model, tmp_path, callbacks=callbacks, resume=resume, **more)
-        with torch.no_grad():
-            return model.eval()(input_ids=rows()[0]["input_ids"][None]).logits
-
-    before = run()
-    torch.testing.assert_close(run(resume=str(tmp_path / f"checkpoint-{steps}")), before)
-
-
-def test_fading_is_between_the_two_layers():
-    linear = torch.nn.Linear(6, 8)
-    layer = KroneckerLinear.from_linear(linear, b_shape=(2, 1))
-    x = torch.randn(3, 6)
-    plain = layer(x).detach()
-    layer.fade_in_(linear, 0.25)
-    torch.testing.assert_close(layer(x), 0.75 * linear(x) + 0.25 * plain)
-    assert set(layer.state_dict()) == {"a", "b", "bias"}
-
-
 def test_resumed_is_as_if_never_stopped(tmp_path):
     teacher = tiny("gpt2", **SMALL)
     common = {
@@ -487,10 +418,10 @@ def test_evaluation_is_the_models_own_loss(tmp_path):
     assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
 
 
-def test_what_was_frozen_stays_frozen_and_fading_goes_with_freezing(tmp_path):
-    model = student(fade_in=True)
+def test_what_was_frozen_stays_frozen(tmp_path):
+    model = student()
     model.transformer.wpe.weight.requires_grad_(False)
-    train(model, tmp_path, callbacks=[FreezePretrained(2), FadeIn(every=1, over=1)], max_steps=3)
+    train(model, tmp_path, callbacks=[FreezePretrained(2)], max_steps=3)
     assert not model.transformer.wpe.weight.requires_grad
     assert model.transformer.wte.weight.requires_grad
 
@@ -516,13 +447,6 @@ def test_checkpoints_of_tied_factors_are_compressed_models(tmp_path):
     for a, b, c in zip(whole.parameters(), again.parameters(), saved.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-
-
-def test_an_original_follows_its_layer():
-    linear = torch.nn.Linear(6, 8)
-    layer = KroneckerLinear.from_linear(linear, b_shape=(2, 1))
-    layer.fade_in_(linear, 0.5)
-    assert layer.to(torch.bfloat16)(torch.zeros(1, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 RANK = """

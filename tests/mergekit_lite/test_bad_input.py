@@ -206,7 +206,7 @@ def test_unsound_indexes(tmp_path, out):
             {"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors"},
             "expected c in x.safetensors, which does not hold it",
         ),
-        ({"a": "x.safetensors"}, "holds b, which the index does not place there"),
+        ({"a": "x.safetensors"}, "holds b, which the index does not list there"),
         ({}, "expected a weight_map with at least one tensor"),
     ]:
         index(weight_map)

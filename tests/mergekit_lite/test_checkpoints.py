@@ -3,6 +3,7 @@ word."""
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -206,6 +207,40 @@ def test_adapters_fold_in_as_peft_folds_them(kind, settings, tmp_path):
         torch.testing.assert_close(
             value, expected.state_dict()[name], atol=1e-6, rtol=1e-5, msg=name
         )
+
+
+@pytest.mark.parametrize(("size", "noted"), [(1e-4, True), (1.0, False)])
+def test_a_note_says_what_rounding_loses_of_an_adapter(size, noted, tmp_path):
+    base = tiny("llama", 1)
+    path = save(base, tmp_path / "base", dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=4, **_QV))
+    exact = {}
+    for name, layer in wrapped.named_modules():
+        if isinstance(layer, peft.tuners.lora.Linear):
+            factor = layer.lora_B["default"].weight.data.normal_(std=size)
+            exact[name] = factor @ layer.lora_A["default"].weight.data
+    wrapped.save_pretrained(tmp_path / "adapter")
+    source = f"{path}+{tmp_path / 'adapter'}"
+    for out, dtype in (("half", None), ("whole", "float32")):
+        report = merge_models(
+            [source], "passthrough", out=tmp_path / out, dtype=dtype, progress=False
+        )
+        notes = [note for note in report.notes if "rounding to bfloat16 loses about" in note]
+        assert bool(notes) == (noted and dtype is None)
+        if notes:
+            claimed = int(re.search(r"about (-?\d+)%", notes[0])[1]) / 100
+            before = {
+                n: m.base_layer.weight.data.float()
+                for n, m in wrapped.named_modules()
+                if n in exact
+            }
+            kept = total = 0.0
+            for name, change in exact.items():
+                moved = (before[name] + change).bfloat16().float() - before[name]
+                kept += float((moved * change).sum())
+                total += float((change * change).sum())
+            assert claimed == pytest.approx(1 - kept / total, abs=0.02)
 
 
 def test_integer_buffers_are_copied_when_equal_and_refused_when_not(tmp_path):
@@ -963,7 +998,7 @@ def test_pickled_shards_are_those_of_the_index(tmp_path):
     def merge():
         return merge_models([tmp_path], "passthrough", allow_pickle="weights_only", progress=False)
 
-    with pytest.raises(PlanError, match=r"expected .*index.json, got neither"):
+    with pytest.raises(PlanError, match=r"expected .*index.json, got only"):
         merge()
     index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
     with pytest.raises(PlanError, match=f"names {second.name}, which does not exist"):
@@ -982,7 +1017,7 @@ def test_pickled_shards_are_those_of_the_index(tmp_path):
 
 def test_shards_without_an_index_are_named(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(PlanError, match=r"expected model.safetensors.index.json beside it"):
+    with pytest.raises(PlanError, match=r"expected model.safetensors.index.json in the same"):
         merge_models([tmp_path], "passthrough", progress=False)
 
 

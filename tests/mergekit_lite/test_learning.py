@@ -471,7 +471,7 @@ def test_models_with_few_learned_positions_and_paths_are_learned_from(folder):
         ({"data": [DATA[0], [{"messages": []}]]}, "task 1: TextExamples: rows"),
         ({"components": ["model0", "./model0"]}, "expected each component once, got model0 twice"),
         ({"components": [1, 2]}, "expected components as folders or hub ids, got int"),
-        ({"base": "longer"}, "(?s)compare has task_arithmetic: .*shapes differ"),
+        ({"base": "longer"}, "(?s)compare names task_arithmetic: .*shapes differ"),
         ({"start": "./nowhere"}, "start: there is no such method or folder: .*nowhere"),
         ({"start": "longer", "train": "lora"}, r"embed_tokens.* shapes \[96, 16\] .*\[97, 16\]"),
         ({"start": "reversed", "train": "lora"}, "their tokenizers differ"),

@@ -97,11 +97,12 @@ def write_numerics(path: Path) -> None:
     lines = [
         "# Numerical equivalence",
         "",
-        "Written by the test suite (`make numerics`). Each line is the worst of its cases: the "
-        "error against the float64 reference, divided by the budget that the reference's own error "
-        "in the working dtype sets (`model_components.testing.check_equivalent`). Above 1 the suite fails. "
-        "Outputs and all gradients are judged, by maximum and by root mean square; `stream` and, "
-        "of merge methods, `fused` write files and have no gradients.",
+        "The test suite writes this page (`make numerics`). Each line shows the worst of its "
+        "cases: the error against the float64 reference, divided by the budget that the "
+        "reference's own error in the working dtype sets "
+        "(`model_components.testing.check_equivalent`). The suite fails if the result is above 1. "
+        "Outputs and all gradients are judged, by maximum and by root mean square. `stream` writes "
+        "files and has no gradients; for merge methods, this is also true of `fused`.",
         "",
         f"Hardware: {hardware}. On an H100 the tests of masks, Kronecker layers, LoRA, packed attention "
         "and the thinker passed on 2026-11-26, except for rotary positions in float64, whose angles are "

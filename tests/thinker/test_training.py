@@ -1113,8 +1113,8 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
             ),
             r"ThinkerTrainer: dataloader_num_workers is 2; expected 0, since Progressive follows",
         ),
-        (lambda out: RewindOnPeak(factor=0.5), "factor 0.5"),
-        (lambda out: RewindOnPeak(cooling=0.0), "cooling 0.0"),
+        (lambda out: RewindOnPeak(factor=0.5), r"factor=0\.5"),
+        (lambda out: RewindOnPeak(cooling=0.0), r"cooling=0\.0"),
         (
             lambda out: trainer_of(out, segments=0),
             r"ThinkerTrainer:.*segments.*0.*1",

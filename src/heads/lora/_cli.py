@@ -40,8 +40,8 @@ def tune(
             (optionally gzipped), parquet or plain text.
         out: Output folder: a new path, or the folder of a run to continue.
         eval_rows: File or hub id of held-out rows; default: the fraction --held-out of ROWS.
-        judge: Also score the answers to held-out prompts. likelihood_gain: how much likelier, in
-            nats, the prompt makes the answer under the model before tuning.
+        judge: Judge that scores the answers to held-out prompts. likelihood_gain measures, in nats,
+            how much likelier the prompt makes the answer under the model before tuning.
         tune_config: Settings of the run.
         progress: Show progress bars; default: only on a terminal.
     """
@@ -137,7 +137,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _load(base: Path, adapter: str, **options: Any) -> PeftModel:
-    """Load a base model in the dtype of its files, and an adapter, which is checked first."""
+    """Check an adapter, and load it with its base model, in the dtype of the model's files."""
     from transformers import AutoModelForCausalLM
 
     from .storage.adapters import load_lora, read_shapes
@@ -179,7 +179,7 @@ def merge(
         model: Folder or hub id of the base model, a causal language model.
         adapter: Folder or hub id of the adapter.
         out: Output folder: a new path, or an empty folder.
-        dtype: Dtype of the written weights, such as float32; default: that of the base model.
+        dtype: Dtype of the written weights, such as float32; default: the base model's dtype.
         max_lost: Largest fraction of the updates that may be lost to rounding. If more would be
             lost, nothing is written.
         progress: Show a progress bar; default: only on a terminal.

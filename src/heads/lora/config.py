@@ -17,7 +17,7 @@ Schedule = Literal[
     "inverse_sqrt",
     "polynomial",
 ]
-"""Learning-rate schedules of transformers that need no further settings."""
+"""Learning-rate schedules of transformers that need only settings in `TuneConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,6 @@ class TuneConfig(CheckedConfig):
         for name in names if not self.r else ():
             if getattr(self, name):
                 yield (
-                    f"{name} is {getattr(self, name)!r} with r=0, which trains no adapters, "
-                    f"expected no {name} or an r of 1 or more"
+                    f"{name} is {getattr(self, name)!r} with r=0, which trains no adapters; "
+                    f"expected no {name}, or an r of 1 or more"
                 )

@@ -23,7 +23,7 @@ from .losses import answer_loss
 JudgeMaker = Callable[[Mapping[str, str]], Judge]
 """A function that takes a mapping from prompts to reference answers, and returns a judge.
 
-An example is ``partial(WinRate, model)``.
+For example, ``partial(WinRate, model)`` is such a function.
 """
 
 ANSWERS = "answers.json"
@@ -38,11 +38,11 @@ def check_judge(judge: object, config: TuneConfig) -> None:
             "the reference answers and returns a judge"
         )
     if judge is not None and not config.answers:
-        raise ValueError("tune: answers is 0, expected 1 or more, because a judge scores them")
+        raise ValueError("tune: answers is 0, expected 1 or more for the judge to score")
 
 
 def name_of(judge: object) -> str | None:
-    """Return the name of a judge that ``run.json`` records, or None without a judge."""
+    """Return a judge's name, as stored in ``run.json``, or None without a judge."""
     if judge is None or isinstance(judge, str):
         return judge
     function = getattr(judge, "func", judge)  # functools.partial stores its function as func
@@ -99,7 +99,7 @@ class HeldOut:
         self._config = config
         answers = [first_answer(example) for example in examples[: config.answers]]
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        room = (positions or 1 << 30) - config.answer_length - 1  # a judge may add a first token
+        room = (positions or 1 << 30) - config.answer_length - 1  # - 1 for a judge's start token
         # plain texts have no prompt
         answers = [one for one in answers if 0 < len(one.prompt) <= room]
         self._ids = [answer.prompt for answer in answers]
@@ -157,7 +157,7 @@ class HeldOut:
     @torch.no_grad()
     def _answers(self) -> list[str]:
         """Return the model's answers to the prompts, decoded greedily."""
-        # not the model's generation config, which may sample or end at other tokens
+        # do not use the model's generation config, which may sample or stop at other tokens
         settings = GenerationConfig(
             max_new_tokens=self._config.answer_length,
             do_sample=False,

@@ -86,10 +86,10 @@ def lora_linear(
 ) -> Tensor:
     """Return the output of a linear layer with a low-rank update.
 
-    The output is ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``, where drop is dropout. Of the
-    activations, only x is kept for backward, which recomputes x Aᵀ and the dropout mask. Apart from
-    the output, no tensor of its size is created. Factors whose dtype differs from that of x are
-    cast to it.
+    The output is ``x Wᵀ + b + scaling · (drop(x) Aᵀ) Bᵀ``, where drop is dropout. The only
+    activation that is kept for backward is x; backward recomputes x Aᵀ and the dropout mask. Apart
+    from the output, no tensor of its size is created, but dropout on a GPU also creates a mask and
+    a masked copy of x. Factors whose dtype differs from the dtype of x are cast to the dtype of x.
 
     Args:
         x: Input of shape (*B, I).

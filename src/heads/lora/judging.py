@@ -26,8 +26,8 @@ class LikelihoodGain:
 
     Args:
         model: A causal language model, for example the model before tuning.
-        tokenizer: The model's tokenizer. Its chat template is not applied, so pass prompts to which
-            it has been applied.
+        tokenizer: The model's tokenizer. Its chat template is not applied, so pass prompts that are
+            already formatted with the template.
 
     Raises:
         ValueError: The tokenizer has neither a beginning-of-sequence token nor an end-of-sequence
@@ -71,7 +71,7 @@ class LikelihoodGain:
 
     def __call__(self, prompt: str, answer: str) -> float:
         """Return the score of an answer to a prompt, in nats; an empty answer scores 0."""
-        # no special tokens are added, because a chat template has written them into the prompt
+        # add no special tokens, because the chat template has already written them into the prompt
         asked, said = (
             list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in (prompt, answer)
@@ -87,7 +87,7 @@ class LikelihoodGain:
 class WinRate:
     """A judge that returns the probability, in percent, that an answer beats a reference.
 
-    A pairwise model estimates the probability. Half of the probability of a tie is included.
+    A pairwise model estimates the probability. A tie counts as half a win.
 
     Args:
         model: A trained `heads.pairwise.PairwiseModel`.

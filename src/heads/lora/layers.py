@@ -34,14 +34,14 @@ KINDS = ("Linear", "Linear8bitLt", "Linear4bit", "HqqLoraLinear", "TorchaoLoraLi
 Layers of these classes return the output of the base layer plus the updates of the adapters.
 """
 
-# devices on which backward recomputes dropout masks; elsewhere torch's own dropout is used, which
+# devices on which backward recomputes dropout masks. Other devices use torch's own dropout, which
 # keeps one byte per element but launches one kernel instead of dozens
 _DROPS_AGAIN = ("cpu",)
 _FEW = 256  # up to this many tokens, keeping a dropout mask is cheaper than recomputing it
 # merging must save this many times the flops that it costs, because it also writes a weight
 _MERGE_ABOVE = 2
-# compared by exact class, because the weights of quantizers and of FSDP2 are subclasses.
-# functional_call replaces parameters with Tensors, lora_report with FakeTensors
+# the exact classes of ordinary weights; the weights of quantizers and of FSDP2 are subclasses.
+# functional_call replaces parameters with Tensors, and lora_report replaces them with FakeTensors
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
@@ -61,7 +61,7 @@ class LeanForward:
     impl = "auto"
 
     def forward(self: Any, x: Tensor, *args: object, **kwargs: Any) -> Tensor:
-        """Return the layer's output; the arguments are those of peft's forward."""
+        """Return the layer's output; the arguments are the same as for peft's forward."""
         if self.impl not in IMPLS:
             check_choice(type(self).__name__, "impl", self.impl, IMPLS)
         # for example adapter_names, which selects an adapter for each sample
@@ -256,7 +256,7 @@ class Route(NamedTuple):
 
 
 def route(layer: Any) -> Route | str:
-    """Return what a layer's lean forward needs, or the reason why peft's own forward must run.
+    """Return a layer's `Route`, or the reason why peft's own forward must run.
 
     This function runs in every call, because adapters, hooks, dtypes and parameters may have
     changed since the last call.
@@ -336,7 +336,7 @@ def _unsupported_factor(factor: nn.Module) -> str | None:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or a ``forward`` that replaces its class's."""
+    """Return whether a module has hooks, or a ``forward`` of its own instead of its class's."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -362,7 +362,7 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
     """Return a layer's output, computed in the cheapest way that supports this call."""
     base, weight, factors, adapters = chosen_path
     flat = x.reshape(-1, x.shape[-1])
-    # call the base layer itself: if the dtypes differ, it raises the usual error
+    # call the base layer itself; if the dtypes differ, the layer raises the usual error
     if weight is None or (weight.dtype != x.dtype and autocast_dtype(x) is None):
         y = base(x)
         return add_adapters(y.reshape(-1, y.shape[-1]), flat, factors, adapters).view(y.shape)

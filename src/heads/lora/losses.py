@@ -31,10 +31,11 @@ def fuse_cross_entropy_(model: nn.Module) -> None:
     """Make a causal language model compute its loss without storing all logits, in place.
 
     If labels are given, the model's forward then returns the loss and no logits. The head runs on
-    one chunk of the labeled positions at a time, and the forward pass computes the gradients of a
-    chunk before the next one. So training on answers to long prompts needs little more memory than
-    the layers alone. The original forward still runs if there are no labels, or if
-    ``shift_labels``, ``return_dict``, ``output_hidden_states`` or ``output_attentions`` is given.
+    one chunk of the labeled positions at a time, and the forward pass computes the gradients of
+    each chunk before it starts the next one. Therefore, training on answers to long prompts needs
+    little more memory than the layers alone. The original forward still runs if there are no
+    labels, or if ``shift_labels``, ``return_dict``, ``output_hidden_states`` or
+    ``output_attentions`` is given.
     Trainers and training loops need no change. ``trl.SFTTrainer`` has its own fused head and does
     not need this function. Call the function again after unpickling a model.
 
@@ -193,7 +194,7 @@ def answer_loss(
 ) -> tuple[float, float]:
     """Return the mean loss over all supervised tokens, and its perplexity.
 
-    Supervised tokens are those with a label other than -100. The result does not depend on the
+    Supervised tokens are tokens with a label other than -100. The result does not depend on the
     batch size. A trainer's ``eval_loss`` does, because it is a mean of the means of batches. Only
     the logits of one chunk of tokens are in memory at a time.
 

@@ -71,7 +71,7 @@ def lora_linear(
 
     ``drop`` multiplies x by `keep_mask`, of shape (T, I), and divides it by 1 - dropout_p.
     """
-    # before dropout, which applies only to the input of the update
+    # computed before dropout, which applies only to the input of the update
     y = F.linear(x, weight.T if transposed else weight, bias)
     if dropout_p:
         assert seed is not None

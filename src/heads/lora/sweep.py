@@ -17,7 +17,7 @@ from .evaluation import JudgeMaker
 from .report.runs import TABLES, SweepReport, TuneReport
 from .training import tune
 
-_LONGEST = 100  # maximum length of a run's name; a hash replaces the rest of a longer name
+_LONGEST = 100  # a longer name of a run is truncated to this length, and a hash is appended
 _HIDDEN = ("merge", "answers", "answer_length", "evaluations")  # settings that the table leaves out
 
 Grid = Mapping[str, Any]
@@ -63,8 +63,9 @@ def sweep(
         The settings, losses, scores, times and peak memory of all runs.
 
     Raises:
-        ValueError: A setting is invalid, two runs are the same, ``out`` belongs to another sweep,
-            or all runs fail.
+        ValueError: A setting is invalid, two runs are the same, or ``out`` belongs to another
+            sweep. If all runs fail, the error of the last run is raised, which may also be a
+            RuntimeError.
     """
     grids = [grid] if isinstance(grid, Mapping) else list(grid)
     shared = {"merge": False, **settings}
@@ -127,7 +128,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
             # compare configs: the order of settings, or 1 in place of 1.0, changes only the name
             if config in configs:
                 raise ValueError(
-                    f"sweep: expected different settings in each run, got two of {name}"
+                    f"sweep: expected different settings in each run, got two runs with {name}"
                 )
             configs.append(config)
             runs[name] = run
@@ -141,7 +142,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
 
 
 def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run for the table: eight standard ones, then the others given."""
+    """Return the settings of a run for the table: eight standard ones, then all other settings."""
     config = TuneConfig.from_dict(settings)
     usual = {
         "model": Path(model).name,

@@ -38,13 +38,13 @@ from .data import TextExamples
 from .evaluation import ANSWERS, HeldOut, JudgeMaker, check_judge, name_of
 from .losses import answer_loss
 from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
-from .storage.merge import merge_lora
+from .storage.merge import RoundingError, merge_lora
 from .surgery.trainable import load_trainable
 
 _LARGE = 1_000_000_000  # number of parameters from which a model needs a lower learning rate
-# Default learning rates of small and of large models. Those of small models come from a search on
-# SmolLM2-135M (docs/lora.md), those of large models from Dettmers et al., arXiv 2305.14314, and
-# from Stanford Alpaca.
+# Default learning rates of small and of large models. The rates of small models come from a search
+# on SmolLM2-135M (docs/lora.md), and the rates of large models from Dettmers et al., arXiv
+# 2305.14314, and from Stanford Alpaca.
 _ADAPTER_RATES = (5e-4, 2e-4)
 _FULL_RATES = (5e-5, 2e-5)
 _MOST_HELD_OUT = 200  # examples
@@ -69,8 +69,9 @@ def tune(
     The folder ``out`` receives ``adapter`` (peft's files, unless r is 0), ``model`` (the merged
     checkpoint, or the tuned model if r is 0), ``answers.json``, ``log.json``, ``report.json`` and,
     if matplotlib is installed, ``curves.png``. A merged checkpoint is not written if ``merge`` is
-    False, or if rounding would lose too much of the updates. The folder also keeps ``run.json`` and
-    the newest checkpoint of the training, in ``checkpoints``.
+    False. It is written in float32 if rounding to the model's dtype would lose more than a quarter
+    of the updates. The folder also keeps ``run.json`` and the newest checkpoint of the training, in
+    ``checkpoints``.
 
     A checkpoint is written after every tenth of the steps. Repeating the call continues an
     interrupted run from its newest checkpoint. If the run has finished, the call returns its
@@ -78,7 +79,7 @@ def tune(
 
     Args:
         model: Folder or hub id of a causal language model.
-        rows: Training rows, or where to read them; see `TextExamples` for files and layouts.
+        rows: Training rows, or their file or hub id; see `TextExamples` for files and layouts.
         out: Output folder: a new path, or the folder of the same run.
         eval_rows: Held-out rows, in the same forms as ``rows``; default: a part of ``rows``.
         judge: The judge that scores the answers to held-out prompts, before and after tuning. If
@@ -93,9 +94,9 @@ def tune(
         The losses before and after tuning, the verdict on their curves, the cost, and the folder.
 
     Raises:
-        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run; in
-            these cases, nothing has been trained. Or the judge failed; to continue from there,
-            repeat the call with or without a judge.
+        ValueError: A setting, a row or the model is invalid, or ``out`` belongs to another run. In
+            these cases, nothing has been trained. A failure of the judge is also a ValueError;
+            to continue after it, repeat the call with or without a judge.
         DeadRunError: A loss or gradient is not finite.
     """
     config = TuneConfig.from_dict(settings)
@@ -133,7 +134,7 @@ def tune(
     evaluation.set_judge(judge, folder)
     with run:
         trainer = _trainer(tuned, arguments, data, evaluation.collator)
-        # also right in a continued run: the weights are untuned until train loads the checkpoint
+        # correct in a continued run, too: the weights are untuned until train loads the checkpoint
         before = evaluation.measure()
         _reset_peak()
         start = time.perf_counter()
@@ -145,7 +146,7 @@ def tune(
             notes.append(
                 f"continued from {checkpoint.name}; the time covers only the steps since then"
             )
-        # so that the written model stops where the answers that it was trained on end
+        # the written model must stop at the tokens that end the answers that it was trained on
         tuned.generation_config.eos_token_id = evaluation.ends
         notes += _save(tuned, folder, out, config, progress=progress)
         after = evaluation.measure()  # last, because a judge may fail
@@ -191,7 +192,7 @@ def _load_tokenizer(folder: Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "right"  # else padding would precede the first token
     if tokenizer.pad_token is None:
-        # any token will do, because the labels of padding are ignored
+        # any token is suitable, because the labels of padding are ignored
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
@@ -263,7 +264,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _length(example: Example) -> int:
-    """Return the length of an example: sorting by this key reduces the padding of batches."""
+    """Return the length of an example, by which examples are sorted to reduce padding."""
     return len(example["input_ids"])
 
 
@@ -334,7 +335,7 @@ def _count_steps(data: _Data, config: TuneConfig) -> int:
     if config.max_steps is not None:
         return config.max_steps
     batches = math.ceil(len(data.train) / config.batch_size)
-    # transformers also takes a step for the last batches of an epoch if they are fewer
+    # transformers also takes a step at the end of an epoch if fewer batches than usual are left
     return math.ceil(config.epochs * math.ceil(batches / config.accumulation))
 
 
@@ -353,7 +354,7 @@ def _arguments(
         learning_rate=config.learning_rate or _default_rate(model, config),
         lr_scheduler_type=config.lr_scheduler_type,
         lr_scheduler_kwargs={"min_lr_rate": config.min_lr_ratio} if has_floor else {},
-        # whole steps: transformers would round a fraction up, and a single step would have rate 0
+        # rounded down: transformers would round up, and a run of 1 step would have a rate of 0
         warmup_steps=int(config.warmup * steps),
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
@@ -376,7 +377,7 @@ def _collator(tokenizer: Any, config: TuneConfig) -> Any:
 
 
 def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: Any) -> TuneTrainer:
-    # not grouped by length, because such batches make the loss oscillate, which looks like spikes
+    # do not group by length: such batches make the loss oscillate, which looks like spikes
     trainer = TuneTrainer(
         model,
         arguments,
@@ -393,7 +394,7 @@ def _trainer(model: Any, arguments: TrainingArguments, data: _Data, collator: An
 
 
 def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: bool) -> list[str]:
-    """Write the adapter and the tuned model; return a remark if the merge was rejected."""
+    """Write the adapter and the tuned model; return remarks on the merge."""
     tokenizer = load_tokenizer(folder)
     if config.r:
         # other machines do not have this cache folder: they need the hub id and the same commit
@@ -412,7 +413,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             relation="adapter",
             library_name="peft",
         )
-        # replaces the card that peft wrote, which is an unfilled template
+        # this replaces the card that peft wrote, which is an unfilled template
         complete_folder(out / "adapter", card, tokenizer=tokenizer)
     if (out / "model").exists():  # written by an earlier call of this run that was stopped later
         return []
@@ -428,17 +429,23 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
             model.save_pretrained(new.folder)
             complete_folder(new.folder, card, source=str(folder), tokenizer=tokenizer)
     elif config.merge:
-        try:
-            merge_lora(model, out / "model", tokenizer=tokenizer, progress=progress)
-        except OutputError:
-            # a ValueError, too, but it means a full disk or a folder in use, not a rejected merge
-            raise
-        except ValueError as error:
-            command = f"model-components lora merge {folder} {out / 'adapter'} OUT"
-            return [
-                f"model was not written: {error}. The adapter is saved. To merge it, run {command} "
-                "with one of the flags that this message names"
-            ]
+        return _merged(model, out / "model", tokenizer, progress)
+    return []
+
+
+def _merged(model: Any, out: Path, tokenizer: Any, progress: bool) -> list[str]:
+    """Write the merged model if that is possible; return remarks."""
+    try:
+        merge_lora(model, out, tokenizer=tokenizer, progress=progress)
+    except OutputError:
+        # also a ValueError, but it means a full disk or a folder in use, not a rejected merge
+        raise
+    except RoundingError as error:
+        merge_lora(model, out, dtype="float32", tokenizer=tokenizer, progress=progress)
+        lost = str(error).partition(", expected")[0].removeprefix("merge_lora: ")
+        return [f"model is in float32, because {lost}"]
+    except ValueError as error:
+        return [f"model was not written: {error}. The adapter is saved."]
     return []
 
 
@@ -450,7 +457,7 @@ def _reset_peak() -> None:
 
 
 def _peak_mb() -> float:
-    """Return the peak memory in MiB: the GPU's, or without a GPU the process's."""
+    """Return the peak memory of the GPU or, without a GPU, of the process, in MiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return peak_memory() / 2**20

@@ -41,8 +41,8 @@ def train(
 
     Args:
         file: File or hub id of labeled pairs, as JSON, JSON Lines, CSV, TSV or Parquet. The columns
-            are prompt, a, b and label, or those of Chatbot Arena, of preference data (chosen and
-            rejected) or of AlpacaEval.
+            are prompt, a, b and label, or the columns of Chatbot Arena, preference data (chosen
+            and rejected) or AlpacaEval.
         out: Output folder: a new path, or the folder of a run to continue.
         encoder: Folder or hub id of an encoder or a language model.
         judge_config: Settings of the run.
@@ -89,7 +89,7 @@ def pairs(
 
     where = _checked_device(out, run_flags.device, batch_size, "judge pairs")
     rows, readable = _readable(each_pair(file, columns=_columns(columns), labels=False), file)
-    # after the file is read, so that a wrong column name fails before the model is loaded
+    # read the file before loading the model, so that a wrong column name fails early
     judge = _load(model, where, "judge pairs")
     verdicts = _verdicts(judge, rows, readable, batch_size, run_flags.progress)
     return _write_or_return(verdicts, out, "judge pairs")
@@ -192,7 +192,7 @@ def _checked_device(out: Path | None, device: str, batch_size: int, operation: s
 def _load(model: str, device: str, operation: str) -> PairwiseModel:
     """Load a judge onto a device."""
     folder = find_folder(model, operation=operation)
-    # after the folder is found, because importing transformers takes seconds
+    # import this only after the folder is found, because importing transformers takes seconds
     from .model import PairwiseModel
 
     return PairwiseModel.from_pretrained(folder).eval().to(device)

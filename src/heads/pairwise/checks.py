@@ -37,7 +37,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel
 
     Raises:
         ValueError: The tokenizer has only special tokens, more tokens than the encoder has
-            embeddings, or special token ids that differ from those in the encoder's config.
+            embeddings, or special token ids that differ from the ids in the encoder's config.
     """
     # from a folder without tokenizer files, transformers builds one that has only special tokens
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -94,7 +94,7 @@ def check_loadable(encoder: PreTrainedModel) -> None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return the shapes of a model's tensors, except those of modules that a judge does not run."""
+    """Return the shapes of a model's tensors, except in modules that a judge does not run."""
     tensors = model.state_dict().items()
     unused = ("pooler.", "contact_head.")
     return {key: tensor.shape for key, tensor in tensors if not key.startswith(unused)}

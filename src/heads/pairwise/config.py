@@ -130,7 +130,5 @@ def encoder_config(values: dict[str, Any]) -> PreTrainedConfig:
     """
     kind = str(values.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        refuse(
-            "PairwiseConfig", "the encoder's model_type", kind, "a model type that transformers has"
-        )
+        refuse("PairwiseConfig", "the encoder's model_type", kind, "a model type of transformers")
     return CONFIG_MAPPING[kind](**{k: v for k, v in values.items() if k != "model_type"})

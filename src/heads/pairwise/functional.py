@@ -44,7 +44,7 @@ def packed_attention(
 
     Args:
         query: The queries of all sequences, one after the other.
-        key: The keys; their number of heads divides that of the queries.
+        key: The keys; the number of query heads is a multiple of their number of heads.
         value: The values, with as many heads as the keys.
         cu_seq_lens: The cumulative lengths of the sequences: 0, l1, l1 + l2, ..., T.
         scale: The factor by which attention scores are multiplied; default: ``1 / sqrt(d)``.
@@ -81,7 +81,7 @@ def packed_attention(
         )
     unsupported = _not_fused(query, dropout_p)
     if impl == "fused" and unsupported:
-        raise ValueError(f"{operation}: impl='fused' needs {unsupported}")
+        raise ValueError(f"{operation}: with impl='fused', expected {unsupported}")
     if impl == "reference":
         if dropout_p:
             raise ValueError(
@@ -91,7 +91,7 @@ def packed_attention(
         return reference.packed_attention(
             query, key, value, places, scale=scale, window=window, causal=causal
         )
-    # flash attention needs the length of the longest sequence, so there must be one
+    # flash attention needs the length of the longest sequence, so there must be a sequence
     if unsupported is None and impl != "eager" and lengths:
         return _flash(query, key, value, ends, max(lengths), scale, window, causal)
     outputs = [

@@ -145,7 +145,8 @@ class Judge(CompleteModel):
         if features is None:
             if input_ids is None or lengths is None:
                 raise ValueError(
-                    "PairwiseModel: expected features, or both input_ids and lengths, got neither"
+                    "PairwiseModel: expected features, or both input_ids and lengths, got None for "
+                    "features and for at least one of the other two"
                 )
             features = self.features(input_ids, lengths, begins, token_type_ids)
         if pairs is None:
@@ -191,7 +192,7 @@ class Judge(CompleteModel):
             a = b = (a + b) / 2
         elif alike is not None and surface_a is not None and surface_b is not None:
             surface_a, surface_b = _average_columns(surface_a, surface_b, columns_of([alike]))
-        # not in training: a calibrated model would learn to undo its temperature
+        # 1 in training, because a calibrated model would learn to undo its temperature
         divisor = 1.0 if self.training else self.head.temperature
         loss = scores = other = None
         if self.config.link == "davidson":

@@ -34,7 +34,7 @@ class JudgeConfig(CheckedConfig):
             link=concat.
         ties: keep gives the judge a class for ties if any pair is a tie. drop leaves tied pairs
             out, and the judge has only A and B. auto means drop if less than one pair in 20 is a
-            tie.
+            tie, and keep otherwise.
         max_tokens: Maximum number of tokens in a sequence (prompt, answer and special tokens);
             default: the limit of encoder and tokenizer.
         hidden_features: Hidden width of the head. 0 means a width of 64 with link=antisymmetric,
@@ -43,14 +43,14 @@ class JudgeConfig(CheckedConfig):
         epochs: Maximum number of epochs; default: 8, or 3 if the encoder trains.
         batch_size: Number of pairs per step.
         learning_rate: Peak learning rate; default: 1e-3, or 3e-5 if the encoder trains.
-        head_lr_ratio: Learning rate of the head divided by that of the encoder; ignored with
-            freeze=all.
+        head_lr_ratio: Learning rate of the head divided by the learning rate of the encoder;
+            ignored with freeze=all.
         layer_decay: Factor by which the learning rate falls from each encoder layer to the layer
             below it.
         weight_decay: Weight decay.
         held_out: Fraction of the prompts in each of three held-out parts: one to choose the epoch,
             one to fit the temperature, one to test the judge.
-        unseen_writers: Number of answering models (those that wrote the answers) to hold out; the
+        unseen_writers: Number of answering models (models that wrote answers) to hold out. The
             pairs with their answers are tested separately. Default: a sixth of the models that
             answer in less than half of the pairs, or 0 if there are fewer than six such models.
         seed: Random seed for the split, the new head and the order of the pairs.

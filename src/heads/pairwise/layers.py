@@ -21,10 +21,10 @@ from .surface import SurfaceEncoding
 # default hidden width of a network, and the number of linear combinations of features it reads
 _INNER = 64
 _COMBINATIONS = 16
-# a feature counts as constant if its standard deviation is at most this fraction of the median one;
-# in MiniLM and SmolLM2, that of varying features is a third of the median or more
+# a feature counts as constant if its standard deviation is at most this fraction of the median
+# standard deviation; in MiniLM and SmolLM2, varying features have a third of the median or more
 _SHARE_OF_MEDIAN = 1e-3
-# or this fraction of the largest one, for encoders in which most features hardly vary
+# or at most this fraction of the largest one, for encoders in which most features hardly vary
 _SHARE_OF_LARGEST = 1e-6
 
 
@@ -125,7 +125,7 @@ class PairwiseHead(nn.Module):
 
     @property
     def _lasts(self) -> list[nn.Linear]:
-        """The last layers, which start as zeros."""
+        """The last layers, whose weights start at zero."""
         beside: Any = self.beside
         if beside is None:
             return [self.outer]
@@ -165,8 +165,8 @@ class PairwiseHead(nn.Module):
         """
         # one scale for both sides, or the head would treat A and B differently
         spread = torch.cat([a, b]).float().std(0)
-        # the last norm of MiniLM multiplies three dimensions by 1e-32 to 1e-8: divided by their
-        # standard deviation, they would give the encoder infinite gradients
+        # the last norm of MiniLM multiplies three dimensions by 1e-32 to 1e-8. Dividing these by
+        # their standard deviation would give the encoder infinite gradients
         varying = spread[(spread > 0) & spread.isfinite()]
         least = 0.0
         if varying.numel():

@@ -89,7 +89,7 @@ class PairwiseModel(SavedJudge):
             )
         inner: Any = encoder
         if encoder is None:
-            # the dtype that was passed to from_pretrained, not the saved one
+            # use the dtype that was passed to from_pretrained, not the saved one
             inner = AutoModel.from_config(config.encoder, dtype=torch.get_default_dtype())
         else:
             for module in inner.modules():
@@ -137,8 +137,8 @@ class PairwiseModel(SavedJudge):
                 pooler and the layers above ``depth`` are removed, it is cast to ``dtype`` and, if
                 it can be packed, it gets another attention implementation. A model's own head is
                 ignored.
-            tokenizer: The encoder's tokenizer, or its folder or hub id; default: that of the
-                encoder's folder or hub id.
+            tokenizer: The encoder's tokenizer, or its folder or hub id; default: the tokenizer in
+                the encoder's folder or hub repository, or none if ``encoder`` is a model.
             dtype: The dtype of the encoder's weights; None keeps the checkpoint's dtype. bfloat16
                 suits a frozen encoder. Train an encoder in half precision only if you know that
                 half precision works for this encoder.
@@ -156,7 +156,7 @@ class PairwiseModel(SavedJudge):
                 returns no hidden states or cannot be rebuilt from its config; an option is unknown
                 or invalid; or ``depth`` is out of range.
         """
-        # before anything is downloaded
+        # check the options before anything is downloaded
         _check_options(options)
         options = _best_options(options)
         if isinstance(encoder, (str, Path)):
@@ -184,7 +184,7 @@ class PairwiseModel(SavedJudge):
             inner = inner.to(dtype)
         if depth is not None:
             keep_lowest_(inner, depth)
-        # before the check, which runs the encoder
+        # drop the pooler before check_encoder runs the encoder
         _drop_pooler_(inner)
         # check_packing would not raise for a failing encoder, but report that it must be padded
         check_encoder(inner)
@@ -193,7 +193,7 @@ class PairwiseModel(SavedJudge):
         if tokenizer is not None:
             check_tokenizer(tokenizer, inner)
         encoder_config = copy.deepcopy(inner.config)
-        # without a local path
+        # remove a local path
         encoder_config._name_or_path = hub_id(encoder_config._name_or_path or "") or ""
         config = PairwiseConfig(encoder=encoder_config, **options)
         # saved as a number, so that a loaded judge truncates texts as the trained one did
@@ -352,6 +352,6 @@ AutoModel.register(PairwiseConfig, PairwiseModel, exist_ok=True)
 def _best_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of `PairwiseConfig`, completed with the defaults that performed best."""
     best: dict[str, Any] = {"link": "antisymmetric", "pooling": ["mean", "last"]}
-    if options.get("link") != "concat":  # which takes no surface features
+    if options.get("link") != "concat":  # concat takes no surface features
         best["surface"] = list(SURFACE)
     return best | options

@@ -1,11 +1,11 @@
-"""Run the concatenated sequences of a batch through a stock encoder, without padding.
+"""Run the concatenated sequences of a batch through an encoder of transformers, without padding.
 
 No sequence attends to another.
 
 transformers' encoders take position ids of packed examples, but with sdpa or eager attention they
 silently let the examples attend to each other. This module registers an attention function that
 takes the boundaries of sequences. `check_packing` tests whether an encoder passes the boundaries to
-this function; if not, the encoder's sequences are padded. Causal models can be packed, too.
+this function. If it does not, its sequences are padded. Causal models can be packed, too.
 
 Shapes: T tokens of all sequences, S sequences, W width of the encoder, V tokens of the vocabulary,
 H heads, d width of a head.
@@ -40,7 +40,7 @@ from .functional import packed_attention
 
 ATTENTION = "heads_packed"
 _ENDS = "cu_seq_lens_q"  # transformers' name for the boundaries of packed sequences
-# fields of a config that do not change what an encoder computes
+# fields of a config that do not change an encoder's outputs
 _IGNORED_FIELDS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 # whether `encode_packed` is running
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
@@ -210,9 +210,9 @@ def check_packing(encoder: PreTrainedModel) -> PackingReport:
 
     The test runs once for each encoder class, device type and config; later calls reuse the result.
 
-    The packed hidden states must equal those of each sequence alone up to rounding, and must not
-    change by a single bit if another sequence changes. If both hold, the encoder's attention is
-    replaced by `packed_attention`, in place; otherwise the attention stays as it is.
+    The packed hidden states must equal the hidden states of each sequence alone up to rounding, and
+    must not change by a single bit if another sequence changes. If both hold, the encoder's
+    attention is replaced by `packed_attention`, in place. Otherwise it does not change.
 
     Args:
         encoder: A transformers model whose output has a ``last_hidden_state``.
@@ -302,4 +302,4 @@ def _compared(
         near = (made - alone).abs().max() <= 64 * torch.finfo(made.dtype).eps * alone.abs().max()
         if near and torch.equal(made[5:], moved[5:]):
             return PackingReport(name, True, "", offset)
-    return PackingReport(name, False, "packed states differ from those of the sequences alone")
+    return PackingReport(name, False, "packed states differ from the states of each sequence alone")

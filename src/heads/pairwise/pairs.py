@@ -29,7 +29,7 @@ _WINNERS = {
     "neither": 2,
     "equal": 2,
     "same": 2,
-    # the Arena writes tie (bothbad); others write it with a space or an underscore
+    # the Arena writes tie (bothbad); other data sets use a space or an underscore
     **{
         f"{before}both{between}{how}{after}": 2
         for how in ("bad", "good")
@@ -327,7 +327,7 @@ def _parse_soft_label(label: list[Any], classes: int) -> tuple[float, ...] | Non
         shares = tuple(float(share) for share in label)
     except (TypeError, ValueError):
         return None
-    # a model without ties takes three fractions if that of ties is 0
+    # a model without ties accepts three fractions if the fraction of ties is 0
     if not any(shares[classes:]):
         shares = shares[:classes]
     # `not`, because comparisons with nan are False; the tolerance is for rounded fractions

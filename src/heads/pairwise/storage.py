@@ -51,7 +51,7 @@ class SavedJudge(Judge):
                 raise ValueError(
                     f"from_pretrained: the tokenizer in {place} cannot be read: {error}"
                 ) from error
-            model.tokenizer = None  # it was saved without one
+            model.tokenizer = None  # the model was saved without a tokenizer
         # only for the check: an edited config may ask for more positions than there are
         most_tokens(
             "from_pretrained",
@@ -89,7 +89,7 @@ class SavedJudge(Judge):
                 "save_pretrained: push_to_hub would not upload the card and the tokenizer; call "
                 "model.push_to_hub(repo_id, report=report) instead"
             )
-        # peft's layers, and those of heads.lora
+        # the layers of peft and of heads.lora have this attribute
         if any(hasattr(module, "lora_A") for module in self.encoder.modules()):
             warnings.warn(
                 "save_pretrained: the encoder has adapters, which from_pretrained cannot load; "
@@ -100,7 +100,7 @@ class SavedJudge(Judge):
             folder = make_folder(save_directory, "save_pretrained")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-            # lexists, because even a broken link may be one that the user has made
+            # use lexists, because the user may have made a link on purpose, even if it is broken
             if report is not None or not os.path.lexists(folder / CARD):
                 with new_file(folder / CARD, "save_pretrained") as part:
                     part.write_text(judge_card(self.config, report), encoding="utf-8")
@@ -160,6 +160,6 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
         results = {"task": {"type": "text-ranking"}, "dataset": where, "metrics": metrics}
         head["model-index"] = [{"name": "judge", "results": [results]}]
         parts += ["## Evaluation", f"```text\n{report}\n```"]
-    title = f"A judge on {hub_id(base) or encoder.model_type}"
+    title = f"A judge based on {hub_id(base) or encoder.model_type}"
     tags = ["pairwise", "preference-model"]
     return card_of(title, parts, bases=[base], tags=tags, **head)

@@ -43,7 +43,9 @@ SURFACE = {
     ),
     "overlap": ("words of the prompt", "prompt covered"),
 }
-"""Names of the features, by kind. Counts are stored as log(1 + count); others are ratios or flags.
+"""Names of the features, by kind.
+
+Counts are stored as log(1 + count); all other features are ratios or flags.
 """
 
 NAMES = tuple(name for names in SURFACE.values() for name in names)
@@ -52,7 +54,7 @@ NAMES = tuple(name for names in SURFACE.values() for name in names)
 _COUNTED = tuple(
     re.compile(pattern, re.MULTILINE | re.IGNORECASE)
     for pattern in (
-        # not \s*, which would match across blank lines, and take hours for a million of them
+        # do not use \s*, which matches across lines, and takes hours for a million blank lines
         r"^[^\S\n]*[-*•]\s",
         r"^[^\S\n]*\d+[.)]\s",
         r"```",
@@ -96,7 +98,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
         sum(c.isupper() for c in answer) / size,
         sum(c > "\x7f" for c in answer) / size,
         (len(triples) - len(set(triples))) / max(1, len(triples)),
-        # a tuple, since any text contains '', which an empty answer gives
+        # a tuple, because an empty answer gives '', which is in every string but not in this tuple
         float(answer.rstrip()[-1:] in tuple(".!?\"')`")),
         float(answer[:1].isupper()),
     ]
@@ -109,7 +111,7 @@ def surface_of(prompt: str, answer: str) -> np.ndarray:
 
 
 def surfaces_of(pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the surface features (N, F) of the answers called A, and of those called B."""
+    """Return the surface features (N, F) of the answers called A, and of the answers called B."""
     first, second = [], []
     for pair in pairs:
         # only the user's turns: repeating the system's instructions is not overlap

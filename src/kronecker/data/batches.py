@@ -38,8 +38,8 @@ def batches(
     Raises:
         ValueError: There is no list of batches, or a batch has contents that the model cannot run
             on: text, NaN or infinity, token ids that are not integers or not in the vocabulary,
-            sequences longer than the model's positions, only labels, or padding for an
-            encoder-decoder.
+            sequences longer than the model's positions, only labels or, for an encoder-decoder,
+            padding or no decoder inputs.
     """
     check_model(operation, model)
     if isinstance(calibration, str | Path):
@@ -125,7 +125,7 @@ def _check_batch(batch: Mapping[str, Any], model: nn.Module, operation: str) -> 
             f"{operation}: attention_mask has shape {list(mask.shape)}, expected "
             f"{list(ids.shape)}, the shape of input_ids"
         )
-    # not other arguments: labels are not used, and masks may hold -inf
+    # other arguments are not checked: labels are not used, and masks may hold -inf
     for name in {main, "inputs_embeds"}:
         value = batch.get(name)
         if isinstance(value, Tensor) and not value.isfinite().all():

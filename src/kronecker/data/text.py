@@ -103,7 +103,7 @@ def text_batches(
         Tensors of int64 token ids.
 
     Raises:
-        ValueError: The text is no string, is a file's name or has fewer than two tokens, a number
+        ValueError: The text is not a string, is a file name or has fewer than two tokens, a number
             is too small, or ``encode`` does not return token ids.
 
     >>> [

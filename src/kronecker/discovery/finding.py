@@ -23,7 +23,7 @@ COMPRESSED = (SmallerLinear, LowRankEmbedding)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is a plain `nn.Embedding`, without scaled rows and ``max_norm``."""
+    """Return whether a module is a plain `nn.Embedding`, without scaled rows or ``max_norm``."""
     return type(module).forward is nn.Embedding.forward and module.max_norm is None
 
 
@@ -66,7 +66,8 @@ def resolve(
     A single config applies to the layers of MLPs or, with a ``filter_fn``, to the layers that this
     function accepts. The last layer of each MLP gets the transposed shapes.
     In a map, the first pattern (`fnmatch`) that matches a layer's name gives its config. ``batch``
-    holds arguments to run the model with, needed if it reads neither tokens nor images.
+    holds arguments to run the model with. It is needed if the model reads neither tokens nor
+    images.
     """
     if isinstance(config, Config):
         return _resolve_one(model, config, filter_fn, batch)
@@ -100,7 +101,7 @@ def _resolve_one(
         if convertible(module) or isinstance(module, COMPRESSED):
             resolved[name] = config.opposite() if name in downs else config
     if not resolved:
-        # nothing was found; if a layer that is not plain may be the reason, the error names it
+        # nothing was found; the reason may be a layer that is not plain, so name it in the error
         for name, module in modules.items():
             _refuse_special(name, module)
         near = ", ".join(_convertible_names(modules)[:6]) or "none"
@@ -153,9 +154,9 @@ def _convertible_names(modules: Mapping[str, nn.Module]) -> list[str]:
 def _no_match(pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
     if near:
-        layers = f"names near it: {', '.join(near)}"
+        layers = f"similar names: {', '.join(near)}"
     else:
-        layers = f"such layers: {', '.join(names[:4]) or 'none'}"
+        layers = f"layers that can be converted: {', '.join(names[:4]) or 'none'}"
     return f"the pattern {pattern!r} matches no layer that can be converted; {layers}"
 
 
@@ -215,7 +216,7 @@ def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a submodule by its dotted name; the new module gets the old module's hooks."""
+    """Replace the submodule that has a dotted name, and give the old hooks to the new module."""
     parent, _, last = name.rpartition(".")
     for hooks in HOOKS:  # the same dictionaries, so that the handles of the hooks still work
         setattr(module, hooks, getattr(model.get_submodule(name), hooks))
@@ -223,7 +224,7 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Replace parameters of a model's layers by name, with any sizes; frozen ones stay frozen."""
+    """Replace parameters, by name, with tensors of any size; frozen parameters stay frozen."""
     for name, tensor in state.items():
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -256,7 +257,7 @@ def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # also after Ctrl-C, which raises no Exception but a BaseException
+        # also after Ctrl-C, which raises a BaseException that is not an Exception
         for name, module in modules.items():
             parameters, attributes = contents[name]
             vars(module).update(attributes)

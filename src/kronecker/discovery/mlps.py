@@ -26,16 +26,16 @@ from ..data.batches import first_output, positions_of
 from ..layers.linear import SmallerLinear
 from ..layers.weights import is_linear
 
-# a probe batch holds two copies of a row of this many synthetic tokens, or of this many rows of a
-# given batch
+# a probe batch holds two copies of a row of `_TOKENS` synthetic tokens, or of up to `_ROWS` rows of
+# a given batch
 _TOKENS = 8
 _ROWS = 4
 # tolerance, relative to a layer's input: far above the rounding differences between two equal rows,
 # and far below the change that a test makes to one of them
 _NEAR = 1e-2
 
-# functions of neurons and their count: the indices of the outputs of an up layer that belong to the
-# neurons
+# functions that return the indices of an up layer's outputs that belong to some neurons, given the
+# neurons' indices and the number of all neurons
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "plain": lambda neurons, count: neurons,
     "halves": lambda neurons, count: torch.cat([neurons, neurons + count]),
@@ -50,8 +50,9 @@ class Mlp:
     Attributes:
         ups: The layers that write the hidden neurons: an up layer, or a gate and an up layer.
         down: The layer that reads the hidden neurons, which is the MLP's last layer.
-        layout: Where an up layer's outputs for a neuron are. ``"plain"`` means one output per
-            neuron. If gate and up are in one matrix, it is ``"halves"`` or ``"interleaved"``.
+        layout: The order of an up layer's outputs. ``"plain"`` means one output per neuron. If gate
+            and up are in one matrix, they are its ``"halves"``, or their rows are
+            ``"interleaved"``.
     """
 
     ups: tuple[str, ...]
@@ -92,7 +93,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
     Args:
         model: The model. It runs a few times, on two equal rows of at most eight tokens, or on two
             copies of the first four rows of ``batch``.
-        batch: Arguments to run the model with, needed if it reads neither tokens nor images.
+        batch: Arguments to run the model with, needed if the model reads neither tokens nor images.
 
     Raises:
         ValueError: Weights are on the meta device, the model cannot be run, a layer returns NaN or
@@ -147,9 +148,9 @@ def names_of(mlps: Iterable[Mlp]) -> set[str]:
 
 
 def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
-    """Split trials into those to test later and those to test now, which share no layer.
+    """Split trials into trials to test later and trials to test now.
 
-    Trials with a layer in ``taken`` are dropped.
+    The trials to test now share no layer. Trials with a layer in ``taken`` are dropped.
     """
     later: list[Mlp] = []
     now: list[Mlp] = []
@@ -186,8 +187,8 @@ def _equal_halves(model: nn.Module, batch: Mapping[str, object] | None) -> dict[
                 continue
             return arguments
     needed = (
-        "a first calibration batch that the model can run on, or for convert_ a map from names "
-        "of layers to configs"
+        "a first calibration batch that the model can run on or, for convert_, a map from layer "
+        "names to configs"
     )
     raise ValueError(
         f"kronecker: {type(model).__name__} could not be run to find its MLPs{why}; expected "
@@ -238,7 +239,7 @@ def _runs(
 
     def see(name: str, given: Tensor, out: Tensor) -> None:
         module = layers[name]
-        # one of the hooks is that of `watched`
+        # `watched` has added one hook; any other hook may change the output
         if len(module._forward_hooks) > 1 and not torch.equal(module.forward(given), out):
             raise ValueError(
                 f"kronecker: a forward hook changes the output of {name}, expected a model without "
@@ -295,14 +296,17 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test MLPs in one pass; return those confirmed, and whether no other layer reads neurons.
+    """Test MLPs in one pass.
 
-    The batch has two equal halves, and each MLP is tested in the second one. At the first token,
-    some outputs of the up layers are changed: the last layer's input must change at their neurons
-    and nowhere else. At the last token, the up layers' outputs are replaced by those of the first
-    half's second token: the last layer's input must then equal its input at that token (with a
-    residual connection, it does not). Finally, the second half of the last layer's output is
-    replaced by the first half, so that the layers that follow get equal halves again.
+    Return the confirmed MLPs, and whether no other layer reads their hidden neurons.
+
+    The batch has two equal halves, and each MLP is tested in the second half. At the first token,
+    some outputs of the up layers are changed. The last layer's input must then change at the
+    neurons of these outputs and nowhere else. At the last token, the up layers' outputs are
+    replaced by their outputs for the first half's second token. The last layer's input must then
+    equal its input at that token, which fails if there is a residual connection. Finally, the
+    second half of the last layer's output is replaced by the first half, so that the layers that
+    follow get equal halves again.
 
     If the model's outputs for the two halves still differ, another layer has read hidden neurons.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-# fields that may be None, which means a multiple of the width: GPT-2's and GPT-Neo's
+# fields of GPT-2 and GPT-Neo that may be None, which means a multiple of the width
 _UNSET = ("n_inner", "intermediate_size")
 
 Shapes = Mapping[str, torch.Size]
@@ -104,7 +104,7 @@ def _places(
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of all parameters by name, of tied ones under each of their names."""
+    """Return the shapes of all parameters by name; tied ones are listed under each name."""
     return {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -139,7 +139,8 @@ def attribute_changes(model: PreTrainedModel, config: PretrainedConfig) -> Chang
     """Return the attributes to set on a model's modules so that they match a new config.
 
     The changes cover the config itself, and plain attributes (sizes, counts) that differ between a
-    model of the old config and a model of the new config. Attributes that a user has set stay.
+    model of the old config and a model of the new config. Attributes that a user has set are not
+    changed.
     """
     # only attributes that depend on the config differ between the empty models
     old, new = empty_modules(model, config)

@@ -36,7 +36,7 @@ class _Hidden:
     def read_neurons(self, state: Mapping[str, Tensor]) -> Tensor:
         """Return the neurons whose column in the reading weight is not zero, in their order."""
         name, dim = self.reads
-        # all experts of a stack have one size, so a neuron is read if any expert reads it
+        # all experts of a stack have one size, so a neuron counts as read if any expert reads it
         return torch.nonzero(state[name].movedim(dim, 0).flatten(1).any(1)).flatten()
 
     def count(self, tensors: Mapping[str, Tensor] | Mapping[str, torch.Size]) -> int:
@@ -48,7 +48,8 @@ class _Hidden:
     def resized(self, state: Mapping[str, Tensor], keep: int) -> dict[str, Tensor]:
         """Return the parameters resized to ``keep`` hidden neurons.
 
-        Neurons that are read come first, then other neurons, then zeros, until there are ``keep``.
+        All neurons that are read are kept. If there are fewer than ``keep``, other neurons are kept
+        too, all in their old order. If there are still fewer, zeros are added at the end.
         """
         count = self.count(state)
         read = self.read_neurons(state)
@@ -80,12 +81,12 @@ def smallest_stock(
     """Return the state dict and config of the smallest stock model with the same function.
 
     Args:
-        model: The model. Its layers may be smaller than its config says.
+        model: The model. Its layers may be smaller than its config describes.
         mlps: The model's MLPs.
         state: The model's dense weights, by their names in a stock model.
 
     Raises:
-        ValueError: A layer that is in none of the MLPs is smaller than the config says.
+        ValueError: A layer that is in none of the MLPs is smaller than the config describes.
     """
     stock_model = empty(type(model), model.config)
     stock = parameter_shapes(stock_model)

@@ -1,8 +1,8 @@
 """One block: the inputs of its layers in the smaller model, and their target outputs.
 
-The blocks run on two sets of hidden states, those of the original model and those of the smaller
-model. A layer's target is its output in the original model. An MLP's target also includes the error
-that the residual stream has accumulated so far, if the stream can be read.
+The blocks run on two sets of hidden states, from the original model and from the smaller model. A
+layer's target is its output in the original model. An MLP's target also includes the error that the
+residual stream has accumulated so far, if the stream can be read.
 """
 
 from __future__ import annotations

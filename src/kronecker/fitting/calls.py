@@ -41,7 +41,8 @@ def calls_of(
 
     Returns:
         One list of calls for each block, and the hidden states before the first block; None if a
-        block's input is not the output of the block before it.
+        block is called without hidden states, or its input is not the output of the block before
+        it.
     """
     # without the head, whose product with a large vocabulary is not needed
     body = _body(model, blocks, data[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +27,10 @@ Factored = KroneckerConfig | LowRankConfig
 Configs = Mapping[str, Factored]  # by the names of an MLP's layers
 
 
-class FactorFit(NamedTuple):
-    """An MLP's weights as factors, with their error and the order of its hidden neurons."""
-
-    weights: MlpWeights
-    error: float  # the squared relative error
-    order: Tensor | None  # the new order of the MLP's hidden neurons; None if unchanged
-
-
-def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> FactorFit:
-    """Fit the factors of an MLP.
+def fit_factors(
+    mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs
+) -> tuple[MlpWeights, float]:
+    """Fit the factors of an MLP; return them and the squared relative error.
 
     Args:
         mlp: The MLP's layers.
@@ -56,9 +49,9 @@ def fit_factors(mlp: Mlp, weights: MlpWeights, seen: Seen, configs: Configs) -> 
     # all matrices are fitted by one descent, so the largest number of epochs applies
     epochs = max(c.epochs for c in configs.values())
     if started.middle is None:
-        return FactorFit(started, moments.error(started.down_weight, started.down_bias) ** 2, order)
+        return started, moments.error(started.down_weight, started.down_bias) ** 2
     before = started.error(x, target)
-    return FactorFit(*descended(started, x, target, epochs, before), order)
+    return descended(started, x, target, epochs, before)
 
 
 def _started(

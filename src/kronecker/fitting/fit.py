@@ -36,8 +36,8 @@ _REMARKS = {
     "known",
     "few": "a few tokens (attention sinks) make up more than half of the sum of squared outputs by "
     "which the relative error is divided, so the error says little about the other tokens",
-    "alone": "not fitted to replace the blocks that were dropped after it, which only a single MLP "
-    "can be whose output is added to the hidden states unchanged",
+    "alone": "not fitted to compensate for the blocks that were dropped after it, since this takes "
+    "a block with a single MLP whose output is added to the hidden states unchanged",
 }
 
 
@@ -59,7 +59,6 @@ class Fitted:
 
     tensors: dict[str, Tensor]
     error: float  # the squared relative error
-    order: Tensor | None = None  # the new order of an MLP's hidden neurons; None if unchanged
     notes: tuple[str, ...] = field(default=())
 
 
@@ -96,8 +95,8 @@ def fit_(
         progress: A progress bar, which advances by one after each part.
         dropped: Names of blocks that the smaller model does not have.
     """
-    # in one pass, each part is fitted on its inputs in the original, so that only the original's
-    # hidden states are needed
+    # in one pass, each part is fitted on its inputs in the original model, so that only the
+    # original model's hidden states are needed
     one_pass = all(p.prune is not None and p.prune.chosen_method == "fast" for p in parts)
     done: dict[str, Fitted] = {}
     by_name = {p.name: p for p in parts}
@@ -128,7 +127,7 @@ def fit_(
             if gone and "output" not in block.kinds.values():
                 notes = (*notes, "alone")
             # without tensors, which are now in the model: keeping them could double the memory
-            done[part.name] = Fitted({}, fitted.error, fitted.order, notes)
+            done[part.name] = Fitted({}, fitted.error, notes)
             progress.update(1)
         if not one_pass:
             ours = block.outputs(ours)
@@ -242,9 +241,9 @@ def _fitted_mlp(
         notes = (*notes, "few")
     if prune is not None:
         small, error = fit_neurons(mlp, weights, seen, part.neurons, prune)
-        return Fitted(_stock_parameters(mlp, modules, small), error, notes=notes)
-    small, error, order = fit_factors(mlp, weights, seen, part.configs)
-    return Fitted(_factors_as_parameters(part, mlp, modules, small), error, order, notes)
+        return Fitted(_stock_parameters(mlp, modules, small), error, notes)
+    small, error = fit_factors(mlp, weights, seen, part.configs)
+    return Fitted(_factors_as_parameters(part, mlp, modules, small), error, notes)
 
 
 def _factors_as_parameters(

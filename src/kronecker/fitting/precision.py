@@ -1,7 +1,7 @@
 """Run a half-precision model in float32, one block at a time.
 
 Weights that are loaded from files are memory-mapped, so they need not fit into memory. A float32
-copy of all weights would need memory of twice the model's size.
+copy of all weights would need twice as much memory as the model.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def stream_kind(
     Returns:
         ``"output"`` if the block's output is the stream plus the MLP's output (pre-norm).
         ``"read"`` if the stream is the MLP's input, and a norm reads the sum of the MLP's input and
-        output (post-norm). None if neither is so, or if the whole model is one block.
+        output (post-norm). None in all other cases, or if the whole model is one block.
     """
     if isinstance(call, WholeModel):
         return None

@@ -72,7 +72,7 @@ class LowRankEmbedding(LowRankLayer):
     def like(cls, embedding: nn.Embedding, config: LowRankConfig) -> Self:
         """Return a layer with uninitialized factors that can replace a dense table.
 
-        Sizes, dtype and device are those of the dense table.
+        Sizes, dtype and device are taken from the dense table.
         """
         weight = embedding.weight
         layer = cls(
@@ -90,8 +90,8 @@ class LowRankEmbedding(LowRankLayer):
         """Return the closest embedding of the given rank, by a truncated SVD.
 
         Raises:
-            ValueError: The rank is out of range, or the table is not a plain one, all zeros or not
-                finite.
+            ValueError: The rank is out of range, or the table is not a plain `nn.Embedding`, is all
+                zeros or is not finite.
 
         >>> LowRankEmbedding.from_embedding(nn.Embedding(8, 6), rank=2)
         LowRankEmbedding(8, 6, rank 2, 58.3% of the dense weight)

@@ -26,7 +26,7 @@ class ExpertsLayout:
     """
 
     up: str = "gate_up_proj"  # the name of the experts' first matrices
-    rows: str = "halves"  # where a neuron's rows are in these: "halves", "interleaved" or "plain"
+    rows: str = "halves"  # the order of rows in these: "halves", "interleaved" or "plain"
     transposed: bool = False  # whether matrices are stored as (E, in, out)
     biased: bool = False
 
@@ -57,7 +57,7 @@ class ExpertsLayout:
 
     @property
     def canonical_rows(self) -> str:
-        """The place of a neuron's rows in canonical form: ``"halves"`` or ``"plain"``."""
+        """The order of the first matrices' rows in canonical form: ``"halves"`` or ``"plain"``."""
         if self.rows == "plain":
             return "plain"
         return "halves"

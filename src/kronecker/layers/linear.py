@@ -54,15 +54,13 @@ class SmallerLinear(SmallerWeight):
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         # whether `to_linear` returns a `Conv1D`; `like` sets this to the original layer's kind
         self.conv1d = False
-        self.original: nn.Module | None = None
-        self.share = 1.0
         self.reset_parameters()
 
     @classmethod
     def like(cls, linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> Self:
         """Return a layer with uninitialized factors that can replace a dense layer.
 
-        Sizes, dtype, device, bias and training mode are those of the dense layer.
+        Sizes, dtype, device, bias and training mode are taken from the dense layer.
         """
         out_features, in_features = dense(linear).shape
         bias = getattr(linear, "bias", None)
@@ -85,16 +83,10 @@ class SmallerLinear(SmallerWeight):
 
     @torch.no_grad()
     def to_linear(self) -> nn.Module:
-        """Return an `nn.Linear` or `Conv1D`, as the original was, that computes the same function.
+        """Return a dense layer of the original's class that computes the same function.
 
-        Raises:
-            ValueError: The original layer still runs beside the factors; see `fade_in_`.
+        The class is `nn.Linear` or `Conv1D`.
         """
-        if self.original is not None:
-            raise ValueError(
-                f"{type(self).__name__}.to_linear: the original layer still runs beside the "
-                "factors; call fade_in_(None) first"
-            )
         weight = self.dense_weight()
         if self.conv1d:
             # imported here, since the import is slow and only GPT-2's family needs it
@@ -111,38 +103,13 @@ class SmallerLinear(SmallerWeight):
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear.train(self.training)
 
-    def _apply(self, fn: object, recurse: bool = True) -> Self:
-        # the original is not a child module, so model.to(device) would not move it
-        if self.original is not None:
-            self.original._apply(fn)
-        return super()._apply(fn, recurse)
-
-    def fade_in_(self, original: nn.Module | None, share: float = 0.0) -> None:
-        """Attach the original layer, to run alongside the factors, or detach it.
-
-        Args:
-            original: The original layer, which is frozen, or None to run the factors alone.
-            share: The weight of the factors' output. The original's output has the rest.
-        """
-        if original is not None:
-            # frozen, since the original is dropped at the end, with anything that it has learned
-            original.requires_grad_(False)
-        object.__setattr__(self, "original", original)  # not as a child, so that it is not saved
-        self.share = share if original is not None else 1.0
-
     def product(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features) from the factors."""
         raise NotImplementedError  # each structure has its own
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features)."""
-        if self.original is None:
-            return self.product(x)
-        before = self.original(x)
-        # before FadeIn begins with this layer, its factors need not run
-        if self.share == 0.0:
-            return before
-        return torch.lerp(before, self.product(x), self.share)
+        return self.product(x)
 
     def extra_repr(self) -> str:
         """Return the sizes, structure and compression for the module's repr."""
@@ -151,7 +118,7 @@ class SmallerLinear(SmallerWeight):
 
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Translate from_linear's ``init`` to a config's, and check that it matches ``inputs``."""
+    """Check that from_linear's ``init`` matches ``inputs``, and return a config's name for it."""
     # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
@@ -267,8 +234,8 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
             a_shape: Shape (O1, I1) of every A.
             b_shape: Shape (O2, I2) of every B.
             scales: Whether there is a trainable scale for each term.
-            keep: Rows and columns that ``"prune"`` keeps: ``"even"``, ``"odd"``, ``"energy"``, or
-                the position (row, column) within B.
+            keep: Rows and columns that ``"prune"`` keeps, as in `KroneckerConfig`: ``"even"``,
+                ``"odd"``, ``"energy"``, or a position (row, column) within B.
             inputs: Inputs of the layer, (*B, I), for ``"fitted"``.
             impl: The implementation, as for `kron_linear`.
 
@@ -298,7 +265,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized as a config says from the moments of its inputs."""
+        """Return a smaller layer, initialized from moments by the method that the config names."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
             # the bias corrects the mean, so the weight is fitted to centered moments
@@ -389,7 +356,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized as a config says from the moments of its inputs."""
+        """Return a smaller layer, initialized from moments by the method that the config names."""
         if config.init != "svd" and moments is None:
             raise ValueError(
                 f"kronecker: expected calibration data for init={config.init!r}, which is computed "

@@ -49,7 +49,7 @@ class SmallerWeight(nn.Module):
 
     @property
     def compression(self) -> float:
-        """The number of parameters of the factors, divided by that of the dense weight."""
+        """The number of parameters of the factors, as a fraction of the dense weight's."""
         # without the bias, which is as large as before
         rows, columns = self._sizes()
         return sum(p.numel() for n, p in self.named_parameters(recurse=False) if n != "bias") / (
@@ -204,7 +204,7 @@ def is_linear(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_a_product(linear: nn.Linear) -> bool:
-    """Return whether a subclass of `nn.Linear`, such as Falcon's, computes what `nn.Linear` does.
+    """Return whether a subclass of `nn.Linear`, such as Falcon's, computes the same function.
 
     The function compares the outputs of both for the same inputs.
     """
@@ -252,7 +252,7 @@ def start(
         factors = init.van_loan(weight, b_shape, config.rank)
     else:
         factors = init.prune(weight, b_shape, keep=config.keep)
-        if config.rank > 1:  # the other terms approximate what the first term leaves of the weight
+        if config.rank > 1:  # the other terms approximate the weight minus the first term
             left = weight - factors.weight()
             if left.any():
                 rest = init.van_loan(left, b_shape, config.rank - 1)

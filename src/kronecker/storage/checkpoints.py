@@ -1,6 +1,6 @@
 """Save and load compressed models.
 
-Factors are saved in a safetensors file beside the stock config. `fold` writes dense stock
+Factors are saved in a safetensors file next to the stock config. `fold` writes dense stock
 checkpoints.
 """
 
@@ -110,7 +110,6 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         )
     # a user's own class could be written, but from_pretrained would not find it
     model_class(type(model).__name__, "save_pretrained")
-    refuse_fading(model, "save_pretrained")
     with NewFolder(out, "save_pretrained") as new:
         write_files(model, new.folder)
         card = compressed_card(model, "save_pretrained(model, out)")
@@ -151,7 +150,7 @@ def own_saving_(model: nn.Module) -> None:
     Models without smaller layers get their original method back.
     """
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    # all models are checked before any is changed, so that an interrupt changes none
+    # all models are checked before any is changed, so that an interrupted check changes none
     for module, is_smaller in zip(models, list(map(has_smaller_layers, models)), strict=True):
         if is_smaller:
             module.save_pretrained = partial(_save_compressed, module)
@@ -187,7 +186,6 @@ def _save_compressed(
 
     Like the original method, it also writes into a folder that is not empty.
     """
-    refuse_fading(model, "save_pretrained")
     if options.get("push_to_hub"):
         raise ValueError(
             "save_pretrained: push_to_hub is not supported for compressed models; call "
@@ -197,19 +195,6 @@ def _save_compressed(
         write_files(
             model, make_folder(save_directory, "save_pretrained"), options.get("state_dict")
         )
-
-
-def refuse_fading(model: nn.Module, operation: str) -> None:
-    """Raise a ValueError if a model still runs original layers beside its factors.
-
-    The factors alone would compute another function.
-    """
-    for name, layer in compressed(model).items():
-        if isinstance(layer, SmallerLinear) and layer.original is not None:
-            raise ValueError(
-                f"{operation}: {name} still runs its original layer beside the factors; continue "
-                "training until FadeIn has ended, or call fade_in_(None) on the layer"
-            )
 
 
 def write_files(
@@ -253,9 +238,10 @@ def write_files(
 
 
 def read_files(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Read what `write_files` wrote: the contents of ``kronecker.json``, and all tensors.
+    """Read the files that `write_files` wrote.
 
-    Tied tensors are returned under each of their names.
+    Return the contents of ``kronecker.json``, and all tensors by name. Tied tensors are returned
+    under each of their names.
     """
     with reading(f"{WEIGHTS} or {MARK} of {folder}", "from_pretrained"):
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
@@ -414,7 +400,6 @@ def fold(
             "fold: expected a model with compressed layers, got none; call model.save_pretrained "
             "instead"
         )
-    refuse_fading(model, "fold")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.rpartition(".")[0] not in layers:

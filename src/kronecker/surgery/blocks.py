@@ -49,7 +49,7 @@ class Stack:
             kind = type(model).__name__
             raise ValueError(
                 f"prune_: expected a model with all blocks in one list of modules, got {kind}, "
-                "whose blocks are not; drop neurons instead"
+                "which has no such list; drop neurons instead"
             )
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
 
@@ -84,10 +84,10 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
         return stack.count
     sizes = list(map(num_parameters, model.get_submodule(stack.name).children()))
     total = num_parameters(model)
-    # the number of parameters that the blocks may have, after embeddings, head and norms
+    # the number of parameters that is left for the blocks, without embeddings, head and norms
     room = round(config.size * total) - (total - sum(sizes))
-    # count every block as the largest: it is not yet known which blocks stay, and size is an upper
-    # limit
+    # count every block as if it were the largest: it is not yet known which blocks stay, and size
+    # is an upper limit
     keep = min(stack.count, room // max(sizes))
     if keep < 1:
         least = rounded_up((total - sum(sizes) + max(sizes)) / total)
@@ -99,7 +99,7 @@ def blocks_to_keep(model: nn.Module, stack: Stack, config: PruneConfig) -> int:
 
 @torch.no_grad()
 def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[float]:
-    """Return each block's influence: 1 - the mean cosine of hidden states before and after it.
+    """Return each block's influence: 1 - the mean cosine similarity of its inputs and outputs.
 
     Source: ShortGPT (arXiv 2403.03853).
 
@@ -114,9 +114,9 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
         for call, before, after in zip(block.calls, states, outputs, strict=True):
             if before.shape != after.shape:
                 raise ValueError(
-                    f"prune_: {block.name} changes the shape of hidden states to "
-                    f"{list(after.shape)} from {list(before.shape)}, expected the same shape to "
-                    "measure the block's influence"
+                    f"prune_: {block.name} returns hidden states of shape {list(after.shape)} for "
+                    f"an input of shape {list(before.shape)}, expected the same shape to measure "
+                    "the block's influence"
                 )
             first = tokens(before, call.keep).float()
             last = tokens(after, call.keep).float()
@@ -135,9 +135,9 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 def config_with_blocks(
     model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 ) -> PretrainedConfig:
-    """Return the model's config with only the blocks ``stay``, also in its per-block lists."""
+    """Return the model's config for only the blocks ``stay``, with its per-block lists cut, too."""
     config = copy.deepcopy(model.config)
-    # models of images and text have a nested config for the language model, whose blocks these are
+    # models of images and text have a nested config for the language model, which has these blocks
     for holder in (config, config.get_text_config()):
         for name, value in holder.to_dict().items():
             # such as Gemma 3's layer_types, which lists the kind of attention of each block; a list

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from model_components._modes import evaluating
@@ -29,7 +29,6 @@ from ..discovery.finding import (
     resolve,
     submodules,
 )
-from ..discovery.mlps import Mlp
 from ..fitting.cache import fit_stage
 from ..fitting.fit import Part, fit_, remarks_of
 from ..fitting.tables import TableUse, low_rank_table, uses_of
@@ -39,7 +38,6 @@ from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
 from ..layers.weights import KroneckerLayer, LowRankLayer, dense, is_linear, start
 from ..storage.checkpoints import own_saving_, resized
-from .beside import beside
 from .checks import check_config, check_layer, tied_modules
 from .reports import ConversionReport, LayerReport
 
@@ -50,7 +48,6 @@ def convert_(
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     calibration: Iterable[object] | None = None,
-    fade_in: bool = False,
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> ConversionReport:
@@ -68,8 +65,8 @@ def convert_(
     `kronecker.from_pretrained` loads.
 
     The matrices of an MLP are fitted together, block by block, on their inputs in the smaller
-    model. A low-rank embedding table is fitted to how often tokens are looked up and, if a head is
-    tied to the table, to the inputs of the head.
+    model. The fit of a low-rank embedding table weights each row by how often it is looked up. If a
+    head is tied to the table, the fit also uses the inputs of the head.
 
     Args:
         model: The model, which is changed in place.
@@ -78,10 +75,8 @@ def convert_(
         calibration: Batches for ``init="sequential"``. A batch is a dict of the model's arguments,
             such as a row of a tokenized `datasets.Dataset`, or a tensor of token ids (B, T). Use
             12,000 to 50,000 tokens of the kind of text that the model is for.
-        fade_in: Keep each original linear layer beside its factors for `FadeIn`. Only the original
-            runs until `FadeIn` changes this.
         cache: A folder that stores each fitted part. Repeat an interrupted call to continue from
-            these parts. Ignored with ``fade_in``.
+            these parts.
         progress: Show a progress bar.
 
     Returns:
@@ -89,8 +84,8 @@ def convert_(
 
     Raises:
         ValueError: A pattern or filter matches nothing, shapes do not divide a weight's shape, a
-            rank is out of range, calibration data is missing or bad, a layer is already compressed,
-            or weights are all zeros, not finite, quantized or on the meta device.
+            rank is out of range, calibration data is missing or invalid, a layer is already
+            compressed, or weights are all zeros, not finite, quantized or on the meta device.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
@@ -111,8 +106,7 @@ def convert_(
     before = num_parameters(model)
     converted = {*configs, *chain.from_iterable(tied.values())}
     original = {n: m for n, m in model.named_modules() if n in converted}
-    # recorded before the fit, since `fade_in` freezes the originals; parameters that a user has
-    # frozen stay frozen
+    # parameters that a user has frozen stay frozen
     trains: dict[str, dict[str, bool]] = {}
     for name, module in original.items():
         parameters = module.named_parameters(recurse=False)
@@ -120,24 +114,21 @@ def convert_(
     with all_or_nothing(model, original):
         with evaluating(model):
             # before any layer is replaced, since a head is fitted to its inputs in the original
+            # model
             uses = uses_of(model, tables, data, "convert_") if tables else {}
-            # the cache does not store the order of neurons, which `fade_in` needs
-            where = None if fade_in else cache
-            errors, notes = _fit_parts(model, parts, configs, data, where, fade_in, progress)
+            errors, notes = _fit_parts(model, parts, configs, data, cache, progress)
             fitted = set(errors)
             for name, use in uses.items():
                 looked_up = f"{use.looked_up:,} of {len(use.counts):,} rows"
                 notes.append(
                     f"{name}: the calibration tokens look up {looked_up}; the error says nothing "
-                    "about the others"
+                    "about the other rows"
                 )
             # last, because the fit above reads the original layers
             for name in configs:
                 if name in fitted:
                     continue
                 errors[name] = _convert_alone(model, name, configs[name], tied, uses.get(name))
-                if fade_in and name not in tied:
-                    _attach_original(model, name, original[name])
         for name, module in original.items():
             _set_training(model.get_submodule(name), module.training, trains[name])
     own_saving_(model)
@@ -170,7 +161,7 @@ def _check_convertible(model: nn.Module) -> None:
 
 
 def _check_types(config: object) -> None:
-    """Raise a ValueError unless there is a config of factors, or a map to such configs."""
+    """Raise a ValueError unless ``config`` is a config of factors, or a map to such configs."""
     for one in config.values() if isinstance(config, Mapping) else [config]:
         if not isinstance(one, Config):
             raise ValueError(
@@ -194,7 +185,7 @@ def _set_training(layer: nn.Module, training: bool, trains: Mapping[str, bool]) 
 
 
 def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dict[str, str]:
-    """Return the reason ``why`` for each convertible layer that was not converted, by name."""
+    """Return the reason ``why`` for each layer or stack of experts that was not converted."""
     skipped = {}
     for name, module in model.named_modules():
         if (convertible(module) or is_experts(module)) and name not in converted:
@@ -213,26 +204,12 @@ def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Iterable[Config]
         )
 
 
-def _attach_original(
-    model: nn.Module,
-    name: str,
-    before: nn.Module,
-    mlp: Mlp | None = None,
-    order: Tensor | None = None,
-) -> None:
-    """Keep a copy of a linear layer beside the factors that have replaced it."""
-    layer = model.get_submodule(name)
-    if isinstance(layer, SmallerLinear):
-        layer.fade_in_(beside(before, name, mlp, order))
-
-
 def _fit_parts(
     model: nn.Module,
     parts: Sequence[Part],
     configs: Mapping[str, Config],
     data: Sequence[Batch],
     cache: str | Path | None,
-    fade_in: bool,
     progress: bool,
 ) -> tuple[dict[str, float], list[str]]:
     """Fit MLPs and layers block by block; return relative errors by layer, and notes."""
@@ -243,11 +220,6 @@ def _fit_parts(
     fits = fit_stage(cache, model, settings, data, "convert_")
     with tqdm(total=len(parts), desc="fitting", unit="part", disable=not progress) as bar:
         done = fit_(model, parts, data, operation="convert_", cache=fits, progress=bar)
-    if fade_in:
-        # after the fit, so that later parts are fitted on outputs of the factors, not the originals
-        for part in parts:
-            for name in part.configs:
-                _attach_original(model, name, modules[name], part.mlp, done[part.name].order)
     errors: dict[str, float] = {}
     for part in parts:
         errors |= dict.fromkeys(part.configs, done[part.name].error ** 0.5)

@@ -1,4 +1,4 @@
-"""Find a model's MLPs and stacks of experts, and how many hidden neurons each keeps."""
+"""Find a model's MLPs and stacks of experts, and compute how many hidden neurons each keeps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def neurons_by_influence(
         parts: The MLPs and stacks of experts.
         budget: How many parameters to drop.
         influences: The influence of each part's block, by the part's name.
-        config: The settings, of which the one for rounding is used.
+        config: The settings, of which only ``multiple_of`` is used.
     """
     units = _units(parts, config)
     sizes = torch.tensor([p.per_neuron * p.count for p in parts], dtype=torch.float64)
@@ -171,7 +171,8 @@ def _rounded_to_budget(
         )
         found[part.name] = fewer[part.name]
         spare = parameters_gone(parts, found) - budget
-    # restore what was dropped beyond the budget, first in the parts that rounding cut most
+    # restore neurons that were dropped beyond the budget, first in the parts that lost most by
+    # rounding
     while True:
         steps = {p.name: min(units[p.name], p.count - found[p.name]) for p in parts}
         fitting = [p for p in parts if 0 < steps[p.name] * p.per_neuron <= spare]

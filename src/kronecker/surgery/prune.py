@@ -57,7 +57,8 @@ _UNEQUAL = (
     "which keeps {:,} of its {:,} neurons"
 )
 _NEAR = 0.01  # smaller differences from the target size, as a share of all parameters, get no note
-# number of parameters of a layer; in smaller layers, casts to bfloat16 take the time that they save
+# number of parameters of a layer; in smaller layers, casts to bfloat16 cost as much time as they
+# save
 _LARGE = 1 << 18
 
 
@@ -106,13 +107,13 @@ def prune_(
         progress: Show a progress bar.
 
     Returns:
-        A report of what was dropped, with each layer's error.
+        A report of the dropped neurons or blocks, with each layer's error.
 
     Raises:
         ValueError: The model has no MLPs, its weights cannot be pruned (shared, quantized, all
             zeros, not finite or on the meta device), the config of its family has no field for the
             size (except with ``allocate="influence"``), its blocks are not in one list (with
-            ``allocate="influence"`` or ``method="blocks"``), or the calibration data is bad.
+            ``allocate="influence"`` or ``method="blocks"``), or the calibration data is invalid.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(
@@ -287,7 +288,7 @@ def _stock_changes(
     for part in parts:
         shapes |= part.shapes(keep[part.name])
     sizes = {p.count: keep[p.name] for p in parts}
-    advice = "; allocate='influence' drops neurons without one"
+    advice = ", or allocate='influence', which needs no such field"
     config = stock_config(type(model), model.config, shapes, sizes, advice)
     return attribute_changes(model, config)
 

@@ -1,4 +1,4 @@
-"""`PruneReport` and `ConversionReport`: what `prune_` and `convert_` changed."""
+"""`PruneReport` and `ConversionReport`: the results of `prune_` and `convert_`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class PrunedLayer:
 
     Attributes:
         name: The name of the layer or block.
-        unit: What is counted: neurons or, for a dropped block, parameters.
+        unit: The unit of both counts: neurons or, for a dropped block, parameters.
         before: The count before pruning.
         after: The count after pruning; 0 for a dropped block.
         error: Relative error of the layer's outputs on calibration tokens; None for a dropped
             block.
-        influence: The influence of the dropped block, or of the layer's block if it was measured: 1
-            minus the mean cosine similarity, over tokens, of the hidden states before and after the
-            block.
+        influence: The influence of the dropped block or of the layer's block, or None if it was not
+            measured. It is 1 minus the mean cosine similarity, over tokens, of the hidden states
+            before and after the block.
     """
 
     name: str
@@ -35,7 +35,7 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class PruneReport(Report):
-    """A report of what `prune_` dropped.
+    """A report of the changes that `prune_` made.
 
     Attributes:
         layers: The layers that became smaller or were fitted, and the blocks that were dropped.
@@ -114,11 +114,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """A report of the layers that `convert_` changed and of those that it skipped.
+    """A report of the layers that `convert_` replaced or skipped.
 
     Attributes:
         layers: The layers that were converted.
-        skipped: The reason why each other convertible layer was skipped, by the layer's name.
+        skipped: The reason why each other convertible layer, and each stack of experts, was
+            skipped, by name.
         before: Number of parameters of the model before the conversion.
         after: Number of parameters of the model after the conversion.
         notes: Notes for the user.

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..discovery.finding import put
 from ..layers.linear import SmallerLinear
-from ..storage.checkpoints import compressed, dense_again, own_saving_, refuse_fading
+from ..storage.checkpoints import compressed, dense_again, own_saving_
 
 
 @torch.no_grad()
@@ -23,8 +23,7 @@ def revert_(model: nn.Module) -> list[str]:
         The names of the replaced layers.
 
     Raises:
-        ValueError: No layer is compressed, the model itself is a compressed layer, or an original
-            layer still runs beside its factors.
+        ValueError: No layer is compressed, or the model itself is a compressed layer.
 
     >>> from kronecker import KroneckerConfig, convert_
     >>> model = nn.Sequential(nn.Linear(4, 6))
@@ -43,8 +42,6 @@ def revert_(model: nn.Module) -> list[str]:
             f"revert_: the model is a single {type(model).__name__}, expected a model that "
             "contains the layer; for one layer, call its to_linear or to_embedding"
         )
-    # before the first layer is replaced, so that an error leaves the model as it was
-    refuse_fading(model, "revert_")
     for name, layer in dense_again(layers):
         old = layers[name]
         layer.train(old.training)

@@ -83,5 +83,5 @@ def parameter_groups(
 
 def group_kind(group: Group) -> str:
     """Return the kind of an optimizer's group: ``factors``, ``scales`` or ``pretrained``."""
-    # the groups of an optimizer that the user passes have no names
+    # if the user passes an optimizer, its groups may have no names
     return group.get("name", "pretrained")

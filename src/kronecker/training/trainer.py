@@ -22,7 +22,7 @@ from ..data.batches import without_labels
 from ..discovery.finding import COMPRESSED
 from ..losses import DistillConfig, targets_of, token_errors, token_loss
 from ..storage.checkpoints import has_smaller_layers, is_compressed, read_files, write_files
-from .callbacks import FadeIn, FreezePretrained
+from .callbacks import FreezePretrained
 from .parameters import group_kind, parameter_groups
 
 
@@ -31,7 +31,7 @@ class KroneckerTrainer(StepTrainer):
 
     The trainer adds a learning rate for each parameter group (`parameter_groups`), distillation
     from a teacher in the same process, and logs of the norms of factors, other parameters and their
-    gradients. The callbacks `FreezePretrained` and `FadeIn` add schedules. `TrainingArguments` sets
+    gradients. The callback `FreezePretrained` adds a schedule. `TrainingArguments` sets
     everything else (learning rate schedule, accumulation, mixed precision, resuming, DDP). Its
     ``learning_rate`` and ``weight_decay`` apply to the factors.
 
@@ -54,7 +54,7 @@ class KroneckerTrainer(StepTrainer):
 
     >>> KroneckerTrainer(nn.Linear(2, 2), None)
     Traceback (most recent call last):
-    ValueError: KroneckerTrainer: Linear has no compressed layer, expected one (convert_) ...
+    ValueError: KroneckerTrainer: Linear has no compressed layer, expected a model that convert_ ...
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class KroneckerTrainer(StepTrainer):
             _check_distillation(self.distill, model, teacher)
         self.pretrained_learning_rate = pretrained_learning_rate
         callbacks = options.get("callbacks") or []
-        if any(isinstance(c, (FreezePretrained, FadeIn)) for c in callbacks):
+        if any(isinstance(c, FreezePretrained) for c in callbacks):
             args.ddp_find_unused_parameters = True  # the set of trained parameters changes
         self._gradients: dict[str, float] = {}
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
@@ -120,7 +120,7 @@ class KroneckerTrainer(StepTrainer):
     ) -> Tensor | int | None:
         """Return the number of items in a step; without labels, count tokens except padding."""
         items = super()._get_num_items_in_batch(batch_samples, device)
-        # the logits of other models may be of whole sequences
+        # other models may give one row of logits per sequence instead of per token
         of_tokens = self.unwrapped().can_generate() and not _has_two_sides(self.unwrapped())
         if items is not None or self.distill is None or not of_tokens:
             return items
@@ -239,7 +239,7 @@ class KroneckerTrainer(StepTrainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Write a checkpoint, for a compressed model in the format that `from_pretrained` loads."""
+        """Write a checkpoint; `from_pretrained` can load the checkpoint of a compressed model."""
         folder = make_folder(output_dir or self.args.output_dir or ".", "KroneckerTrainer")
         if has_smaller_layers(self.unwrapped()):
             write_files(self.unwrapped(), folder)
@@ -293,8 +293,8 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
         )
     if teacher is None and not any(isinstance(m, COMPRESSED) for m in model.modules()):
         raise ValueError(
-            f"KroneckerTrainer: {type(model).__name__} has no compressed layer, expected one "
-            "(convert_) or a teacher to learn from"
+            f"KroneckerTrainer: {type(model).__name__} has no compressed layer, expected a model "
+            "that convert_ has compressed, or a teacher to learn from"
         )
     if distill is not None and teacher is None:
         raise ValueError("KroneckerTrainer: expected a teacher for distill, got None")
@@ -311,7 +311,7 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
 
 
 def _check_own_losses(args: TrainingArguments | None, options: TrainerOptions) -> None:
-    """Check that no option of `Trainer` changes the loss, which distillation computes."""
+    """Check that no option of `Trainer` would replace or change the distillation loss."""
     own = []
     if options.get("compute_loss_func") is not None:
         own.append("compute_loss_func")
@@ -324,7 +324,7 @@ def _check_own_losses(args: TrainingArguments | None, options: TrainerOptions) -
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
-    """Check that hidden states can be compared, if the config gives their loss a weight."""
+    """Check that hidden states can be compared, if the weight of their loss is above 0."""
     if not distill.hidden:
         return
     _check_depth(model, teacher)

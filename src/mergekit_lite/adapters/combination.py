@@ -28,10 +28,10 @@ from ..vocabulary import copy_tokenizer
 from .report import AdapterModule, AdapterReport
 from .storage import module_of, truncated, with_bar, write_adapter
 
-_MUCH = 0.2  # if more than this share of a change is missed, a note says so
+_MUCH = 0.2  # if more than this share of a change is missed, the report has a note
 # methods that use the weights themselves, not only their changes
 _NEEDS_WEIGHTS = ("slerp", "arcee_fusion")
-# methods that strengthen every singular vector, even those of singular value 0
+# methods that strengthen every singular vector, even if its singular value is 0
 _NEEDS_FULL_RANK = ("tsv", "iso_c")
 
 
@@ -59,7 +59,7 @@ def merge_adapters(
         out: Folder to write: a new path or an empty folder.
         rank: The largest rank of a module; default: the largest rank in the adapters. ``"cat"``
             ignores it.
-        dtype: The dtype of the factors; default: the adapters'.
+        dtype: The dtype of the factors; default: the dtype to which the adapters' dtypes promote.
         seed: The seed of random methods.
         progress: Show a progress bar.
         **parameters: The method's parameters (``weight`` for most): one number, or for a per-model
@@ -70,7 +70,7 @@ def merge_adapters(
         A merged change can have a higher rank than the adapters.
 
     Raises:
-        PlanError: The adapters cannot be merged; ``problems`` has every reason that was found.
+        PlanError: The adapters cannot be merged. ``problems`` has every reason that was found.
         ValueError: An argument is invalid, or the result has NaN or infinity.
         OutputError: ``out`` is not empty or cannot be written.
 
@@ -251,7 +251,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
         return opened, []
     note = f"the adapters name different bases: {', '.join(sorted(bases))}"
     for adapter in opened[1:]:
-        # the names may be of one base, for example of a copy: accept adapters with a common module
+        # two names may mean one base, for example a copy, so accept adapters with a common module
         if not adapter.pairs.keys() & opened[0].pairs.keys():
             folders = f"{opened[0].folder} and {adapter.folder}"
             raise PlanError([f"{note}, and {folders} have no module in common"])
@@ -259,7 +259,7 @@ def _open(adapters: Sequence[str | os.PathLike[str]]) -> tuple[list[Adapter], li
 
 
 def _problems_of(adapter: Adapter) -> list[str]:
-    """Return why an adapter cannot be merged without its base."""
+    """Return the reasons why an adapter cannot be merged without its base."""
     problems = []
     if adapter.replaced:
         name = next(iter(adapter.replaced))

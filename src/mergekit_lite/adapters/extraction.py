@@ -57,7 +57,7 @@ def extract_lora(
         rank: The largest rank of a module.
         energy: Share of a change's squared norm to keep, above 0 and at most 1. Each layer gets the
             smallest rank that keeps it, up to ``rank``.
-        dtype: The dtype of the factors; default: the model's.
+        dtype: The dtype of the factors; default: the tuned model's dtype.
         save_others: Also save other changed weights, at full size, as peft's ``modules_to_save``.
             Biases are never saved. Neither are tied embeddings and heads, because peft would change
             only one of the two.
@@ -172,7 +172,7 @@ class _Extraction:
         self._energy = energy
         self._dtype = FLOATS[dtype]
         self._save_others = save_others
-        # a state dict has no config: if it has no head, the embedding is taken to be the head
+        # a state dict has no config: if it has no head, assume that the head is the embedding
         self._tied = base.config.get(
             "tie_word_embeddings", not any(HEAD.search(n) for n in base.tensors)
         )

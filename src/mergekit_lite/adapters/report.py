@@ -9,6 +9,8 @@ from pathlib import Path
 
 from model_components._report import Report, Table
 
+_SHOWN = 5  # number of modules, and of tensors that were left out, in a printed report
+
 
 @dataclass(frozen=True)
 class AdapterModule:
@@ -60,17 +62,25 @@ class AdapterReport(Report):
         return lines
 
     def table(self) -> Table:
-        """Return every module's rank and error."""
-        rows = [
-            (m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}")
-            for m in self.modules
-        ]
-        return Table(("module", "shape", "rank", "missed"), rows)
+        """Return the ranks and errors of the modules with the largest errors."""
+        rows = []
+        for m in sorted(self.modules, key=lambda module: -module.error)[:_SHOWN]:
+            rows.append((m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}"))
+        return Table(("module", "shape", "rank", "error"), rows)
 
     def remarks(self) -> list[str]:
-        """Return the notes, and a line for each changed tensor that is not in the adapter."""
-        lines = [f"note: {text}" for text in self.notes]
-        for name, share in self.left.items():
+        """Return the notes, and lines on what the table and the adapter leave out."""
+        lines = []
+        if len(self.modules) > _SHOWN:
+            lines.append(f"and {len(self.modules) - _SHOWN} more modules, with smaller errors")
+        lines += [f"note: {text}" for text in self.notes]
+        largest = sorted(self.left.items(), key=lambda item: -item[1])
+        for name, share in largest[:_SHOWN]:
             change = f"changed by {share:.2%}" if math.isfinite(share) else "changed from all zeros"
             lines.append(f"{name} {change} and is not in the adapter")
+        if len(largest) > _SHOWN:
+            more = len(largest) - _SHOWN
+            lines.append(
+                f"{more} more changed tensors, with smaller changes, are not in the adapter"
+            )
         return lines

@@ -28,7 +28,7 @@ _NOTHING = 1e-14  # relative to the largest eigenvalue: anything smaller is a ro
 
 
 def with_bar(names: Sequence[str], operation: str, unit: str, *, progress: bool) -> Iterable[str]:
-    """Return the names, with a progress bar if ``progress``; only then is tqdm imported."""
+    """Return the names, with a progress bar if ``progress``; tqdm is imported only for the bar."""
     if not progress:
         return names
     from tqdm.auto import tqdm
@@ -60,8 +60,8 @@ def truncated(
     Args:
         change: The matrix that B A should approximate.
         rank: The largest r.
-        energy: Share of the squared norm to keep; r is the smallest rank that keeps it, but at most
-            ``rank``.
+        energy: Share of the squared norm to keep. r is the smallest rank that keeps this share, but
+            at most ``rank``.
     """
     wide = change.astype(np.float64)
     tall = wide.shape[0] > wide.shape[1]
@@ -121,7 +121,7 @@ def write_adapter(
 
     Args:
         folder: The folder to write to.
-        factors: B (out, r) and A (r, in) of every module; the change is their product.
+        factors: B (out, r) and A (r, in) of every module. The module's change is their product.
         dtype: The dtype of the factors.
         base_model: The name or path of the base, for the config.
         call: The Python call that made the adapter, for the model card.

@@ -4,7 +4,7 @@ A kernel makes one pass over a block of every input, in tiles that stay in cache
 
 Kernels repeat the torch functions in `mergekit_lite.methods` operation by operation, in the same
 order, and round every product before it is added, so that both write the same bytes. Sums over a
-whole tensor run in float64; their order differs from torch's.
+whole tensor run in float64, in another order than in torch.
 
 A block is ``raw`` (rows, columns): one row per input, the base last if there is one. It is uint16
 for bfloat16 bit patterns, else float32. A result is written to ``out``, as uint16 (bfloat16) or
@@ -89,8 +89,8 @@ def _store_typed(row, out):
             bits, worst = row.view(np.uint32), np.uint32(0)
             for i in range(bits.size):
                 word = bits[i]
-                # adding this rounds up if the lower half is above one half or, so that ties go to
-                # even, if it is one half and the last kept bit is 1
+                # adding this rounds up if the lower 16 bits are above 0x8000 or, so that ties go to
+                # even, if they are 0x8000 and the last kept bit is 1
                 odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
                 rounded = np.uint32(word + np.uint32(odd + np.uint32(0x7FFF)))
                 # NaN may round to any pattern, so the pattern before rounding is checked, too
@@ -206,7 +206,7 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Set to zero values of magnitude below the threshold, and ties after the first ``budget``.
+    """Zero the values whose magnitude is below the threshold, and ties after the first ``budget``.
 
     Returns:
         The part of the budget that is left.
@@ -259,7 +259,7 @@ def _keep_lanes(row, lanes, whole):
 
 @_kernel
 def _draw(row, place, words, keys, whole, limit):
-    """Keep each element with the same probability, and set the others to zero.
+    """Keep each element with the same probability, and zero all other elements.
 
     Four elements share a 32-bit hash, and each uses one byte. An element is kept if its byte is
     below ``whole``, or if its byte is equal to ``whole`` and a second hash, of this element alone,
@@ -413,7 +413,7 @@ def gram(raw, n, rows, shifted, work, sums):
 
 @_kernel
 def _keep(kept, deltas, count, start, place, second, words):
-    """Set to zero the elements of each model's tile that the method drops.
+    """Zero the elements of each model's tile that the method drops.
 
     ``kept`` is the result of `passes.Kept.arguments`. ``start`` and ``place`` are the indices of
     the first element in the block and in the tensor.
@@ -432,7 +432,7 @@ def _keep(kept, deltas, count, start, place, second, words):
             budgets[top] = _trim(other, cuts[top], budgets[top])
             _middle(row, other)
         elif kind == DRAW and wholes[k] < 128:
-            # a model with 128 keeps everything without random numbers, as in `Noise.keep`
+            # 128 means that the model keeps everything without random numbers, as in `Noise.keep`
             _draw(row, place, words, keys[k], wholes[k], limits[k])
         elif kind == CHOSEN:
             _apply(row, mask[k], start)
@@ -549,7 +549,7 @@ def _mark_all(mask, start, count):
 
 @_kernel
 def _apply(row, mask, start):
-    """Set elements whose bit is not set to zero, and keep their sign."""
+    """Zero the elements whose bit in the mask is 0; these zeros keep the elements' signs."""
     for i in range(row.size):
         at = start + i
         row[i] = row[i] * np.float32((mask[at >> 3] >> np.uint8(at & 7)) & np.uint8(1))
@@ -579,7 +579,7 @@ def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask
 def _consensus(deltas, weights, normalize, elected, merged, share):
     """Write the weighted sum of changes to ``merged``, or their weighted mean if ``normalize``.
 
-    Only changes whose sign is that of the weighted total are included.
+    Only changes with the same sign as the weighted total are included.
     """
     count = merged.size
     _fill(elected, _ZERO)
@@ -725,7 +725,7 @@ def variance_window(raw, n, models, low, high, top, patterns, counts, work):
 
 @_kernel
 def _select(deltas, cut, budget, mean, scores):
-    """Set to zero, for every model, the elements whose variance is not among the largest.
+    """Zero the elements of every model at positions whose variance is not among the largest.
 
     Returns:
         The part of the budget that is left: how many more elements to keep if their variance equals
@@ -842,7 +842,7 @@ def _pick(row, base, scores, threshold):
 
 @_kernel
 def pick_important(raw, n, scores, threshold, work, out):
-    """Write each element of the model if its score is at least ``threshold``, else the base's."""
+    """Write the model's element if its score is at least ``threshold``, else the base's element."""
     bad = False
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)

@@ -1,7 +1,7 @@
-"""Write the files of a merged model other than its weights.
+"""Write all files of a merged model except its weights.
 
-They are the config, tokenizer, chat template, model card, and the manifest of the merge. The donor
-is the model whose config, tokenizer and other files the merged model gets.
+These are the config, tokenizer, chat template, model card, and the manifest of the merge. The donor
+is the model that provides the config, tokenizer and other files of the merged model.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _id_of(source: Source) -> str | None:
         cached = cached_commit(source.folder)
         if cached is not None:
             return cached[0]
-    # a label may be MODEL+ADAPTER; the id is that of the model
+    # a label may be MODEL+ADAPTER, of which only the model's part is a hub id
     return hub_id(source.label.partition("+")[0])
 
 

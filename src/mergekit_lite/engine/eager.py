@@ -1,7 +1,7 @@
 """The engine that runs torch functions: for GPUs, for float64, and for methods without kernels.
 
 If the method works element by element and without random numbers, a tensor is merged in ranges of
-elements, otherwise as a whole.
+elements. Otherwise, it is merged as a whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EagerEngine:
             except ValueError as error:  # add the tensor's name, which a method does not know
                 raise ValueError(f"{t.name}: {error}") from error
             rounded = merged.detach().reshape(-1).to(to_torch(t.dtype))
-            # checked after rounding: a finite sum may overflow in float16, which ends at 65504
+            # checked after rounding: a finite sum may overflow in float16, whose maximum is 65504
             if not bool(torch.isfinite(rounded).all()):
                 raise not_finite(t)
             sink(t, start, stored_of(rounded.contiguous().cpu()))

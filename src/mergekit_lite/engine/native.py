@@ -1,7 +1,7 @@
-"""Run compiled kernels from the user's cache; numba compiles a kernel on first use.
+"""Run compiled kernels from the user's cache. On first use, numba compiles a kernel.
 
-numba takes half a second to start, and most merges take little more. So compiled kernels are cached
-as object code, which LLVM loads in milliseconds.
+numba takes half a second to start, which is a large part of the time of a short merge. So compiled
+kernels are cached as object code, which LLVM loads in milliseconds.
 
 A kernel is compiled for the dtypes and numbers of dimensions of its arguments. It receives an array
 as a pointer and sizes, and any other argument as a number. Arrays must be C-contiguous. A kernel
@@ -35,7 +35,7 @@ _NUMBERS: dict[type, tuple[str, Any]] = {
     np.uint32: ("I", ctypes.c_uint32),
     np.float32: ("f", ctypes.c_float),
 }
-# symbols of error handling, which kernels never reach, but the loader needs their addresses
+# symbols for error handling: kernels never call them, but the loader needs their addresses
 _NEVER_CALLED = (
     "NRT_Free",
     "NRT_MemInfo_call_dtor",
@@ -71,8 +71,8 @@ def run(name: str, *arguments: Array | float | np.generic) -> bool:
             `numpy.float32`.
 
     Returns:
-        The kernel's result. Its docstring says what it means: for most kernels, whether the written
-        values include NaN or infinity.
+        The kernel's result, which the kernel's docstring explains. For most kernels, it is whether
+        the written values include NaN or infinity.
     """
     kinds: list[Kind] = []
     values: list[object] = []

@@ -4,7 +4,7 @@ Shards are written to a folder under a hidden name. When all files are written, 
 final name.
 
 The hidden folder also contains `progress.json`, with a fingerprint of the plan and its inputs, and
-the hashes of complete shards. If the merge is interrupted, a later run of it keeps the
+the hashes of complete shards. If the merge is interrupted, a later run of the same merge keeps the
 shards whose hashes still match, and writes the other shards again.
 """
 
@@ -27,7 +27,8 @@ from .hashing import hash_file
 def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
     """Return a hash that is equal for runs that would write the same bytes.
 
-    With a custom method it differs in every run, because the method's function may have changed.
+    With a custom method, the hash differs in every run, because the method's function may have
+    changed.
     """
     methods = "own"
     tensors = []
@@ -36,7 +37,7 @@ def plan_fingerprint(plan: MergePlan, seed: int, version: str) -> str:
         if t.method is not None:
             module = t.method.function.__module__  # None for code that `exec` ran
         if module is None or not module.startswith("mergekit_lite."):
-            methods = os.urandom(16).hex()  # a user may have edited the function since
+            methods = os.urandom(16).hex()  # the function may have been edited
         parts = [info.name for info in t.parts]
         tensors.append([t.name, t.dtype.name, list(t.shape), t.shard, t.offset, parts])
     described = {
@@ -57,7 +58,7 @@ class OutputFolder(NewFolder):
         out: The final path.
         plan: The plan of the merge.
         fingerprint: The result of `plan_fingerprint`.
-        fresh: Remove what an earlier run left.
+        fresh: Remove the files that an earlier run left.
 
     Raises:
         OutputError: The final path is taken, or cannot be written.
@@ -98,7 +99,7 @@ class OutputFolder(NewFolder):
             # after clearing, so that the freed space counts
             free = shutil.disk_usage(self.folder).free
             if left > free:
-                # keep finished shards for a run with more space, but no empty folder
+                # keep finished shards for a later run with more space, but remove an empty folder
                 if not self.finished:
                     self.discard()
                 text = (

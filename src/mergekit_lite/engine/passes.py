@@ -33,7 +33,7 @@ _STRETCHES = 32
 _STRETCH = 2048
 _LINE = 64  # bytes of a cache line
 _NO_MASK = np.empty((0, 0), np.uint8)
-_MANTISSA = 23  # bits of a float32
+_MANTISSA = 23  # bits in the mantissa of a float32
 _OCTAVES = 16  # powers of 2 that bins span; smaller magnitudes are counted in the first bin
 _MOST_BINS = 2048  # few enough that bins and their limits stay in the L1 cache
 _FEWEST_BINS = 64  # four per power of 2, for short rows
@@ -168,7 +168,7 @@ class FusedTensor:
     def each(self, work: Callable[[Array, int, int, int], T]) -> list[T]:
         """Call ``work(raw, count, place, block)`` for every block, and return the results in order.
 
-        The arguments are those of `Finish`, without ``out``.
+        The arguments are the same as for a `Finish`, without ``out``.
         """
         places = range(0, self.size, self._span)
         rows = len(self.plan.everything)
@@ -261,7 +261,7 @@ class FusedTensor:
             inside = np.zeros(len(selectors), np.int64)
             arguments = (lows, highs, top, patterns, above, inside, self.work())
             if scores is not None:
-                # the kernel subtracts the last row from the others, so the last row is zeros
+                # the kernel subtracts the last row from the other rows, so the last row is zeros
                 raw = scores(raw, count, block)
             if native.run("window", raw, count, self.models, *arguments):
                 raise _nan(self.plan)
@@ -406,7 +406,7 @@ class FusedTensor:
         sample = self._sample()
         deltas = sample[:-1] - sample[-1]
         bits = deltas.var(0, dtype=np.float32).view(np.int32)
-        # the first pass counts the variances above 0; for the first window, assume that all are
+        # the first pass counts the variances above 0; its window assumes that all are above 0
         selector = Selector(max(1, int(share * self.size)), self.size, bits)
         varied = self._search_variance(selector)
         selector.expect(int(share * varied))

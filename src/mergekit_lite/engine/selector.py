@@ -22,7 +22,7 @@ _COLLECT = 1 << 20  # scores held in memory at once; 4 MB
 _BINS = 1 << 16
 # half-width of the first window, as a share of all scores, before 2 standard errors are added
 _MARGIN = 0.0015
-_TOP = int(np.float32(np.inf).view(np.int32)) + 1  # larger patterns, and this one, are NaN
+_TOP = int(np.float32(np.inf).view(np.int32)) + 1  # this pattern and larger ones are NaN
 
 
 class Selector:
@@ -149,7 +149,7 @@ class Selector:
         # if all ties are kept, `budget` needs no table
         if sum(self._equal.values()) > left:
             for block in sorted(self._equal):
-                # a count is slow for kernels, so only the block with the last kept tie gets one
+                # kernels count ties slowly, so only the block with the last kept tie gets a count
                 self._ties[block] = EVERY if self._equal[block] <= left else left
                 left -= min(left, self._equal[block])
         self._blocks = {}

@@ -10,7 +10,7 @@ from ..planning import TensorPlan
 Sink = Callable[[TensorPlan, int, Array], None]
 """A function of a tensor's plan, the index of the first element, and the values to store.
 
-Both engines may call it from any thread."""
+It may be called from any thread."""
 
 
 class NotFiniteError(ValueError):

@@ -13,7 +13,7 @@ import numpy as np
 
 from model_components._patterns import pattern_problem
 
-from ..dtypes import Array, DType, numbers
+from ..dtypes import Array, DType, numbers, stored_as
 from .headers import CheckpointError, Json, TensorInfo, read_header, read_json
 from .sources import FolderSource, Source, View, stat_of
 
@@ -43,6 +43,8 @@ _NO_PRODUCT = (
     "use_dora",
     "use_qalora",
 )
+_SAMPLED = 16  # about how many weights, and
+_SAMPLE = 1 << 14  # how many elements of each, are enough to estimate what rounding loses
 MOST = 1_000_000  # no real adapter has so large a rank or alpha, so the file is damaged
 # transformers model types that use Conv1D, which stores its weight as (in, out)
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -305,7 +307,7 @@ class AdapterSource(View):
 
 
 class OtherNamesError(CheckpointError):
-    """The error that an adapter changes a weight whose name the model does not have.
+    """The error for an adapter that changes a weight whose name the model does not have.
 
     Args:
         message: The message.
@@ -341,7 +343,7 @@ class LoraSource(AdapterSource):
         return [*self._pairs, *self._replaced]
 
     def pair(self, name: str) -> Pair | None:
-        """Return the factors whose product has the stored weight's shape, or None if unchanged."""
+        """Return the factors of a stored weight's change, or None if the weight is unchanged."""
         return self._pairs.get(name)
 
     def _turned(self, name: str, pair: Pair) -> Pair:
@@ -367,14 +369,38 @@ class LoraSource(AdapterSource):
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
         """Return whether the stored weight is (in, out).
 
-        The shape decides. For a square weight, the model type decides if it uses Conv1D layers,
-        otherwise the adapter's ``fan_in_fan_out``. That flag is used last because peft sets it for
-        the last layer that it adapts.
+        The shape shows this, unless the weight is square. The layout of a square weight depends on
+        the layer's name in models with Conv1D layers, and on the adapter's ``fan_in_fan_out`` in
+        all other models. That flag is used last, because peft sets it to the value of the last
+        adapted layer.
         """
         if product[0] != product[1]:
             return self.model.tensors[name].shape == product[::-1]
         flag = bool(self.adapter.settings.get("fan_in_fan_out"))
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
+
+    def lost_to_rounding(self, dtype: DType) -> float:
+        """Estimate the fraction of the adapter's change that is lost if weights are rounded.
+
+        Let D be the change, and C the change of the rounded weight. The fraction is
+        1 - <C, D> / |D|², computed from the first elements of a few weights.
+        """
+        kept = 0.0
+        total = 0.0
+        names = list(self._pairs)
+        for name in names[:: max(1, len(names) // _SAMPLED)]:
+            count = min(self.tensors[name].count, _SAMPLE)
+            before = numbers(self.model.read(name, 0, count)).astype(np.float32)
+            merged = self.read(name, 0, count)
+            change = merged - before
+            # compared with the rounded weight, because rounding it loses nothing of the change
+            with np.errstate(
+                over="ignore", invalid="ignore"
+            ):  # the merge itself checks for infinity
+                rounded = numbers(stored_as(merged, dtype)) - numbers(stored_as(before, dtype))
+            kept += float(np.vdot(rounded, change))
+            total += float(np.vdot(change, change))
+        return 1 - kept / total if total else 0.0
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements ``start`` to ``stop`` of the merged weight.

@@ -4,9 +4,9 @@ Files hold the experts of a layer as separate matrices or as one stacked tensor.
 whole tensors, such as `ties`, would give different results for the two layouts. So every model is
 read as if it had stacks, and the output gets the first model's names and shapes.
 
-A stack is a sequence of parts: the gate and up matrices of the first expert, those of the second
-expert, and so on. So a range of a stack's elements consists of ranges of its parts, and nothing
-else is read.
+A stack is a sequence of parts: the gate and up matrices of the first expert, the same matrices of
+the second expert, and so on. So a range of a stack's elements consists of ranges of its parts, and
+only these are read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STACKS: dict[tuple[str, ...], str] = {
     # Mixtral's names: w1 is the gate, w3 up, w2 down
     ("w1", "w3"): "gate_up_proj",
     ("w2",): "down_proj",
-    # those of a vision encoder (dots3)
+    # names in a vision encoder (dots3)
     ("fc1", "fc3"): "gate_up_proj",
     ("fc2",): "down_proj",
 }
 """The names of an expert's matrices that one stack holds, in order, and the name of that stack."""
 
 UNGATED: dict[tuple[str, ...], str] = {("up_proj",): "up_proj", ("down_proj",): "down_proj"}
-"""The same for experts without a gate (Nemotron-H)."""
+"""The same names for experts without a gate (Nemotron-H)."""
 
 _BIAS = ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 _MIXTRAL = (".block_sparse_moe.", ".mlp.")
@@ -63,7 +63,10 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "nemotron_h": (("backbone.", "model."),),
     "phimoe": (_MIXTRAL, (".gate.weight", ".router.weight")),
 }
-"""By ``model_type``: parts of names in files with separate matrices, and with stacks."""
+"""For each ``model_type``, pairs of name parts that differ between two layouts.
+
+The first is used in files with separate matrices, the second in files with stacks.
+"""
 
 _EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight$")
 
@@ -105,7 +108,7 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
         if parts.keys() == set(places) and are_matrices:
             found[stack] = tuple(parts[place] for place in places)
             continue
-        # incomplete or uneven: keep the names in the files, so that messages show what is missing
+        # incomplete or uneven: keep the names in the files, so that messages name missing matrices
         del found[stack]
         for info in parts.values():
             found[info.name] = (info,)

@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a checkpoint: name, shape, dtype and, for files, where its first byte is."""
+    """A tensor in a checkpoint: name, shape, dtype and, in a file, the offset of its first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         size = path.stat().st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        # check the length before reading: 8 random bytes could ask for more memory than there is
+        # check the length before reading: 8 random bytes could be a length beyond all memory
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
             advice = ""
             if prefix == b"version ":  # the first word of a Git LFS pointer
@@ -167,7 +167,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     end = 0
     body = size - 8 - length
     # Every byte must belong to exactly one tensor, so tensors are checked in the order of their
-    # begin. An empty tensor begins where the next one does, so ties are sorted by end.
+    # begin offsets. An empty tensor begins at the same offset as the next one, so ties are sorted
+    # by end.
     for start, stop, name, dtype, shape in sorted(described, key=lambda d: d[:2]):
         info = TensorInfo(name, shape, dtype, path, 8 + length + start)
         if stop - start != info.nbytes:
@@ -267,7 +268,7 @@ def read_folder(folder: Path) -> dict[str, TensorInfo] | None:
         extra = sorted(header.keys() - wanted)
         if extra:
             raise CheckpointError(
-                f"{index}: {file_name} holds {extra[0]}, which the index does not place there"
+                f"{index}: {file_name} holds {extra[0]}, which the index does not list there"
             )
         tensors |= header
     return tensors

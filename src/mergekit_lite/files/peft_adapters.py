@@ -44,7 +44,7 @@ KINDS = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-"""The supported types of peft adapters; tests compare their merges with those of peft.
+"""The supported types of peft adapters; tests compare their merges with peft's own merges.
 
 Adapters of other types may compute tensors from the base's weights, but these have no values when
 peft creates its layers.
@@ -77,7 +77,7 @@ class PeftSource(AdapterSource):
         try:
             with reading(f"config.json of {base.label}", "merge"):
                 model = _skeleton(base)
-            # the model's parameters; those that the adapter changes must be in the model's files
+            # the model's parameters; if the adapter changes one, it must be in the model's files
             self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             # peft warns that the base has no name, which is intended here
             with reading(f"adapter {folder}", "merge"), warnings.catch_warnings():
@@ -111,10 +111,10 @@ class PeftSource(AdapterSource):
             inside = outermost and name.startswith(f"{outermost}.")
             if inside or not isinstance(layer, BaseTunerLayer):
                 continue
-            assert isinstance(layer, nn.Module)  # as all of its subclasses are
+            assert isinstance(layer, nn.Module)  # true for all subclasses of BaseTunerLayer
             outermost = name
             if getattr(layer, "tied_adapter", None) is not None:
-                continue  # a tied head, whose weight is that of the embedding
+                continue  # a tied head, whose weight is the embedding
             for own, _ in _innermost(layer).named_parameters(recurse=False):
                 self._layers[self._stored(f"{_plain(name)}.{own}")] = (layer, own)
 
@@ -208,12 +208,12 @@ def _skeleton(base: Source) -> Any:
     names = config.architectures or [""]
     kind = getattr(transformers, names[0], None)
     with torch.device("meta"):
-        if kind is None:  # the model has custom code: a stock class must have the same names
+        if kind is None:  # custom code: use a built-in class, which must have the same names
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = kind(config)
-    # placeholders are not on the meta device, so a parameter that is there after the adapter is
-    # loaded must be missing from the adapter's file
+    # placeholders are not on the meta device, so a parameter that is still on it after the adapter
+    # is loaded must be missing from the adapter's file
     for layer in model.modules():
         for own, parameter in layer.named_parameters(recurse=False):
             setattr(

@@ -81,7 +81,7 @@ def _pickled_files(folder: Path, found: Sequence[Path], label: str) -> dict[Path
         return {single: set()}
     if not index.exists():
         raise CheckpointError(
-            f"{label}: expected {single.name} or {index.name}, got neither beside {found[0].name}"
+            f"{label}: expected {single.name} or {index.name}, got only {found[0].name}"
         )
     return {folder / name: wanted for name, wanted in read_index(index).items()}
 
@@ -108,8 +108,8 @@ def open_source(
         label: The model's name in messages; default: its path, hub id or type.
 
     Raises:
-        CheckpointError: The model is missing, quantized or pickled, has another form, or its files
-            are damaged.
+        CheckpointError: The model is missing, quantized, pickled (without ``allow_pickle``) or of
+            an unsupported type, or its files are damaged.
     """
     if isinstance(model, Source):
         return model
@@ -159,7 +159,7 @@ def _with_adapter(base: Source, folder: Path) -> Source:
         try:
             return LoraSource(base, folder)
         except OtherNamesError as error:
-            # the adapter may use transformers' names, and the model's files older names
+            # the adapter may use transformers' names while the model's files use older names
             with contextlib.suppress(OtherNamesError):
                 return LoraSource(stacked(base), folder)
             # an adapter with factors for each expert, for a model with stacks, needs peft's code
@@ -200,7 +200,7 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     if shards:
         index = f"{shards[0].name.partition('-')[0]}.safetensors.index.json"
         raise CheckpointError(
-            f"{text}: holds {shards[0].name}, expected {index} beside it, got none"
+            f"{text}: holds {shards[0].name}, expected {index} in the same folder, got none"
         )
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
     raise CheckpointError(f"{text}: has no {names}{where}")
@@ -238,7 +238,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _check_state(state: Mapping[str, object], label: str) -> None:
-    """Raise an error if a state dict has adapters, or anything but tensors by name."""
+    """Raise an error if a state dict has adapter weights, or entries that are not named tensors."""
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -255,7 +255,7 @@ def _check_state(state: Mapping[str, object], label: str) -> None:
 def find_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     """Return the folder at a path, or the folder of a hub id in the local hub cache.
 
-    Of a hub repository, the files that match ``patterns`` are downloaded. The id may end with
+    For a hub id, the repository's files that match ``patterns`` are downloaded. The id may end with
     ``@revision``.
 
     Raises:

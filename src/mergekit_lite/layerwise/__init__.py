@@ -1,4 +1,4 @@
-"""Data-driven merges, which use the inputs of layers and go block by block.
+"""Data-driven merges, which use the inputs of layers and merge block by block.
 
 Only one block of each model is in memory at a time.
 """

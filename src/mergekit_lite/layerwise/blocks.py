@@ -1,6 +1,6 @@
-"""Run a model block by block; only one block has weights at a time.
+"""Run a model block by block, with weights for only one block at a time.
 
-The skeleton, a model without weights, is made on the meta device, but with real buffers. The layers
+The skeleton is a model without weights, made on the meta device, but with real buffers. The layers
 outside the blocks are loaded once for each model, and run once for each batch to record the
 arguments of every block. Then blocks are loaded one after the other.
 """
@@ -210,11 +210,11 @@ class Skeleton:
                 batch: Batch = batch,
                 index: int = index,
             ) -> object:
-                # such as T5's position biases, which do not exist before a block has run
+                # for example T5's position biases, which do not exist before a block has run
                 if any(one is _OTHER for one in (*arguments, *named.values())):
                     self._refuse("has blocks that pass on more than hidden states")
                 hidden, call = split_arguments(arguments, named, not_padding(batch))
-                # such as ALBERT, which runs one block for each of its layers
+                # for example ALBERT, which runs the same block for each of its layers
                 if len(calls[number]) > index:
                     self._refuse("runs a block more than once, with different states")
                 if number == 0:

@@ -1,4 +1,4 @@
-"""The merged weight of a linear layer from its inputs: sums over tokens, then one solve.
+"""Compute the merged weight of a linear layer from sums over its inputs, with one solve.
 
 Products are computed in float32, or in float64 if ``reduce`` is 1. Sums and the solution are
 computed in float64. Everything runs on the device of the inputs.
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# relative to the mean diagonal; with it, weights of features that are always 0 are averaged
+# relative to the mean diagonal element; for features that are always 0, it makes the merged weights
+# the averages of the models' weights
 _RIDGE = 1e-6
 
 

@@ -40,7 +40,7 @@ def calibration_batches(
         has_ids = isinstance(examples[0], Mapping) and "input_ids" in examples[0]
     if not has_ids:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-        # labels are not used, but a row whose labels are cut off is dropped: so label all tokens
+        # labels are not used, but a row whose labels are cut off is dropped, so label all tokens
         texts = TextExamples(examples, tokenizer, max_length=max_length, train_on_inputs=True)
         examples = [texts[place] for place in range(len(texts))]
     # models of images and text have the language model's settings under text_config
@@ -59,7 +59,7 @@ def calibration_batches(
     ids.sort(key=len)
     if not len(ids[0]):
         raise ValueError(
-            f"calibration of {source.label}: an example has no token; expected one or more"
+            f"calibration of {source.label}: expected one or more tokens in each example, got none"
         )
     return [_pad_batch(ids[first : first + batch_size]) for first in range(0, len(ids), batch_size)]
 
@@ -68,7 +68,7 @@ def _rows_of(data: Any, source: Source) -> list[Any]:
     """Return examples or rows as a list; raise an error for any other data and for empty data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
-        raise ValueError(f"calibration of {source.label} is a mapping of {names}; expected rows")
+        raise ValueError(f"calibration of {source.label}: expected rows, got a mapping of {names}")
     # torch's data sets have __getitem__ and no __iter__
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(

@@ -63,7 +63,7 @@ def merged_source(
             f"{len(models)} models, calibration for {len(calibration)}"
         )
     shares = merge.shares(len(models))
-    # as transformers names and stacks the tensors of experts
+    # give experts' tensors the names and stacks that transformers uses
     sources = [stacked(open_source(model)) for model in models]
     check_alike(sources)
     # float32 whatever the files hold, so that merged weights are rounded only when they are written
@@ -153,7 +153,7 @@ def check_computing(sources: Sequence[Source]) -> None:
 class _Joined(Source):
     """The merged parts as one source.
 
-    The config, the tokenizer and tensors that no part has come from the first model.
+    The first model provides the config, the tokenizer and all tensors that no part has.
     """
 
     def __init__(self, label: str, first: Source, parts: Iterable[Source]):

@@ -1,4 +1,4 @@
-"""`BlockMerge`: the state and the steps of a merge that goes block by block."""
+"""`BlockMerge`: the state and the steps of a block-by-block merge."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class BlockMerge:
         ):
             self.skeleton.load_outside(outside)
             statistics = InputStatistics(hidden[0].shape[-1], self.products)
-            # the first block is needed only to see in which form blocks return their states
+            # the first block is needed only to find the form in which blocks return their states
             read = self.skeleton.after(batches, hidden, self.skeleton.block(0, source))
             # padding is the same in all blocks, so use the first block's calls
             for call, states in zip(calls[0], read, strict=True):
@@ -218,7 +218,7 @@ class BlockMerge:
         for model, batches in enumerate(self.hidden):
             for place, hidden in enumerate(batches):
                 states[f"{model}.{place}"] = hidden
-        # the block's part is already written: after a stop in between, the block is merged again
+        # the block's part is already written; if the run stops in between, it is merged again
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:

@@ -37,15 +37,15 @@ def check_devices() -> None:
 
 
 def first_tokenizer(names: Sequence[str]) -> Any:
-    """Return the first model's tokenizer, and warn of models with another chat template."""
+    """Return the first model's tokenizer, and warn about models with another chat template."""
     tokenizers: list[Any] = []
     for name in names:
         with reading(f"the tokenizer of {name}", OPERATION):
             tokenizers.append(AutoTokenizer.from_pretrained(open_source(name).folder))
         if tokenizers[-1].chat_template != tokenizers[0].chat_template:
             warnings.warn(
-                f"{OPERATION}: {name} has another chat template than {names[0]}; the rows of all "
-                f"tasks are laid out by that of {names[0]}",
+                f"{OPERATION}: {name} has another chat template than {names[0]}; the template of "
+                f"{names[0]} is used for all tasks",
                 stacklevel=3,
             )
     return tokenizers[0]
@@ -56,7 +56,7 @@ def check_start(start: str, first: Path) -> None:
     folders: list[Any] = [first, open_source(start).folder]
     configs = [read_config(folder, OPERATION) for folder in folders]
     labels = ["the first component", start]
-    # the start is loaded in the components' dtype, so its own may be another
+    # the start is loaded in the components' dtype, so its own dtype may differ
     making = {"dtype": torch.float32}
     refuse_unlike(configs, folders, labels, AutoModelForCausalLM, making, strict=True)
 
@@ -81,7 +81,7 @@ def check_out(out: str | Path) -> Path:
 
 
 def check_data(components: Sequence[str | Path], data: Sequence[Any]) -> None:
-    """Raise an error unless there are a list of models and a list with the data of each."""
+    """Check that there are two or more distinct models, and one data set for each."""
     for name, given in (("components", components), ("data", data)):
         # len() of a text would count its characters
         if isinstance(given, (str, Path)):

@@ -33,11 +33,11 @@ class LearnConfig(CheckedConfig):
             weights.
         max_steps: Number of training steps.
         batch_size: Number of examples per device and step.
-        max_length: Maximum number of tokens of an example; longer examples are truncated. If the
-            models have learned positions, such as GPT-2, it is at most the number of these.
+        max_length: Maximum number of tokens of an example. Longer examples are truncated. If the
+            models have learned positions, like GPT-2, it is limited to the number of positions.
         coefficients: The share of each component as a teacher. ``"task"``: only the component whose
-            data the example comes from is the teacher; ``"evidence"``: the share is proportional to
-            the probability that the component assigns to the example; ``"confidence"``: the share
+            data the example comes from is the teacher. ``"evidence"``: the share is proportional to
+            the probability that the component assigns to the example. ``"confidence"``: the share
             is larger for a component whose prediction has a lower entropy.
         temperature: The number that the logits of student and teachers are divided by.
         compare: Methods of `merge_models` to compare with in the final table; default: linear,

@@ -59,7 +59,7 @@ def _check_method(field: str, name: str, models: Sequence[str], base: str | None
         raise ValueError(f"{OPERATION}: {field}: there is no such {kinds}: {error}") from error
     if method.base == "required" and base is None:
         raise ValueError(f"{OPERATION}: expected a base, as {name} in {field} requires, got none")
-    # weight may be required, because `_merge` gives every model the weight 1
+    # weight may be required, because `options_of` gives every model the weight 1
     required = [p.name for p in method.parameters.values() if p.required and p.name != "weight"]
     if required:
         raise ValueError(
@@ -71,4 +71,4 @@ def _check_method(field: str, name: str, models: Sequence[str], base: str | None
     try:
         make_plan(build_recipe(models, name, options.pop("base_model", None), options))
     except ValueError as error:
-        raise ValueError(f"{OPERATION}: {field} has {name}: {error}") from error
+        raise ValueError(f"{OPERATION}: {field} names {name}: {error}") from error

@@ -22,7 +22,7 @@ class LearnReport(Report):
         tokens: The number of held-out supervised tokens of each task.
         losses: The losses of each model by its name, one for each task.
         components: The names of the components among the models.
-        notes: The numbers of examples of each task, and of those that were changed or dropped.
+        notes: The numbers of examples of each task, and of truncated or dropped examples.
         seconds: The training time in seconds, without merging, teachers and evaluation. If an
             interrupted run was continued, only the time since then is counted.
     """

@@ -69,8 +69,8 @@ def learn_merge(
 ) -> LearnReport:
     """Train a merge of several models on their data, and write the best merge found.
 
-    Training moves the merged model's distribution of the next token towards that of the component
-    whose data an example comes from. It begins from ``start``, a merge that needs no training. A
+    Training moves the merged model's prediction of the next token toward the prediction of the
+    component whose data an example comes from. It begins from ``start``, an untrained merge. A
     final table compares the trained merge with ``start`` and other merges on held-out examples. The
     merge with the lowest mean loss is written to ``out``, even if it is not the trained one.
 
@@ -229,7 +229,7 @@ class _Run:
             components=components,
             seconds=self.seconds,
         )
-        # before the merge is written: a run that is stopped in between continues
+        # written before the merge, so that a run that is stopped in between can continue
         write_json(self.training / REPORT, report.to_dict(), OPERATION)
         if report.delivered == config.start and not is_folder(config.start):
             with NewFolder(self.out, OPERATION) as new:
@@ -276,7 +276,7 @@ class _Run:
         return folder
 
     def _merge(self, name: str, out: Path) -> None:
-        """Write the components' merge by a method, or a copy of a model's folder."""
+        """Merge the components by a method and write the result, or copy a model's folder."""
         options: dict[str, Any] = {"out": out, "progress": self.progress}
         if self.config.dtype != "auto":
             options["dtype"] = self.config.dtype
@@ -368,7 +368,7 @@ class _Run:
         if self.config.start == "average":
             merger = self.teachers
         else:
-            # of the components, because a start in a folder may have another
+            # the components' dtype, because a start in a folder may have another dtype
             dtype = str(self.teachers.dtype).removeprefix("torch.")
             self.teachers = None  # freed before the components are loaded again
             merger = Merger.from_pretrained(

@@ -31,7 +31,7 @@ class Task:
         train: The examples to train on.
         test: The held-out examples.
         hash: A hash of all rows of the data.
-        notes: The numbers of examples, and of those that were truncated or dropped.
+        notes: The numbers of examples, and of truncated or dropped examples.
     """
 
     name: str
@@ -66,8 +66,8 @@ def read_tasks(data: Sequence[Any], tokenizer: Any, config: LearnConfig) -> list
         if not train:
             raise ValueError(
                 f"{OPERATION}: {name} has no examples to train on: all {len(texts)} are held out, "
-                "or have the same prompt as one that is; expected two or more different prompts, "
-                "or a smaller held_out"
+                "or have the same prompt as a held-out example; expected two or more different "
+                "prompts, or a smaller held_out"
             )
         notes = [f"{name}: {len(train)} examples to train on, {len(test)} held out"]
         dropped = len(texts) - len(train) - len(test)

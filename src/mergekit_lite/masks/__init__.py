@@ -2,8 +2,8 @@
 
 The models to merge, called components, have one architecture and are frozen. Every weight of the
 merged model is ``Σ_k mask_k * W_k``. The masks are trained to minimize the KL divergence between
-the merged model's predictions and those of the components. A training step takes about as much
-memory as one of a plain fine-tune.
+the merged model's predictions and the components' predictions. A training step takes about as much
+memory as a step of plain fine-tuning.
 
 >>> from transformers import GPT2Config, GPT2LMHeadModel
 >>> from mergekit_lite.masks import KLConfig, Merger

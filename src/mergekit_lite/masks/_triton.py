@@ -198,7 +198,7 @@ def _four(weights: list[Tensor]) -> tuple[list[Tensor], int]:
     # a kernel has one argument for the row stride of all weights
     if len({w.stride(0) for w in matrices}) > 1:
         matrices = [w.contiguous() for w in matrices]
-    # missing weights are filled in by the last one, and are never read
+    # the last weight stands in for missing weights, which the kernels never read
     return [matrices[min(k, len(matrices) - 1)] for k in range(MOST)], matrices[0].stride(0)
 
 

@@ -17,7 +17,7 @@ from ..dtypes import byte_view, stored_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# attributes that do not affect what a module computes in evaluation mode
+# attributes that do not affect a module's output in evaluation mode
 _IGNORED = (
     "training",
     "name_or_path",
@@ -188,7 +188,7 @@ def refuse_different(
         labels: The components' names in messages.
         values: Whether to compare buffers, too. On the meta device, buffers have no values.
         strict: Whether different settings and buffers are an error; otherwise warn.
-        whose: The model whose settings and buffers are used, as a possessive for the warning.
+        whose: The owner of the settings and buffers that are used, as the warning names it.
 
     Raises:
         ValueError: The components differ. The message lists the first 5 differences.
@@ -223,8 +223,8 @@ def refuse_not_finite(models: Sequence[nn.Module], labels: Sequence[str]) -> Non
     problems = []
     for model, label in zip(models, labels, strict=True):
         for name, value in model.named_parameters():
-            # a finite sum proves that all terms are finite, without a tensor of bools; large terms
-            # can overflow the sum, so if it is not finite, every element is checked
+            # a finite sum proves that all terms are finite, and needs no tensor of bools; the sum
+            # of large finite terms can overflow, so if it is not finite, check every element
             if not torch.isfinite(value.sum(dtype=torch.float64)) and not bool(
                 torch.isfinite(value).all()
             ):

@@ -34,7 +34,7 @@ class MaskConfig(CheckedConfig):
         constraint: The condition on the K mask values of one weight element; see `constrain`.
             ``"unit_interval"`` clamps each value to 0..1. ``"sigmoid"`` is the sigmoid of the
             trained value. ``"auto"`` is ``"none"`` with a base and ``"sum_to_one"`` without, since
-            free masks of whole weights would also scale what the components have in common.
+            free masks of whole weights would also scale the part that the components share.
         modules: Patterns of module names, such as ``("model.layers.*.mlp.*",)``. Only masks of
             matching modules are trained, and the others keep their initial values. Default: all
             masks are trained.
@@ -99,10 +99,10 @@ class KLConfig(CheckedConfig):
             its supervised tokens; no task is needed. ``"confidence"``: for each token, the softmax
             of the teachers' negative entropies. ``"fixed"``: the numbers in ``shares``.
         shares: One number per component, for ``"fixed"``. They are divided by their sum.
-        confidence_temperature: The temperature of the softmax of ``"confidence"``; at 0 the teacher
-            with the lowest entropy gets the whole share.
-        temperature: T: the logits of student and teachers are divided by it, and the loss is
-            multiplied by T².
+        confidence_temperature: The temperature of the softmax of ``"confidence"``. At 0, the
+            teacher with the lowest entropy gets the whole share.
+        temperature: T. The logits of the student and the teachers are divided by T, and the loss
+            is multiplied by T².
         direction: ``"forward"`` KL(teacher, merged) or ``"reverse"`` KL(merged, teacher).
         cross_entropy: Weight of the cross-entropy with the labels.
         l1: Weight of the mean absolute mask.

@@ -18,7 +18,8 @@ from model_components._checks import check_choice
 class _Clamp(torch.autograd.Function):
     """A clamp to 0..1 whose gradient is 0 only where a descent step would lead further outside.
 
-    Thus a mask outside 0..1 can return. The gradient of torch's clamp is always 0 outside.
+    A mask outside 0..1 can therefore return. The gradient of torch's clamp is always 0 outside this
+    range.
     """
 
     # both methods are elementwise, so torch.func.vmap can batch them as they are
@@ -55,7 +56,7 @@ def _with_first(raw: Tensor) -> Tensor:
 
 def _without_first(masks: Tensor) -> Tensor:
     sums = masks.sum(0)
-    # the sum of K float32 numbers such as 1 / 3 misses 1 by a few roundings
+    # the sum of K float32 numbers such as 1 / 3 differs from 1 by a few rounding errors
     if bool(((sums - 1).abs() > 1e-4).any()):
         raise ValueError(
             f"MaskConfig: the components' initial masks have sums of {float(sums.min()):g} to "
@@ -101,8 +102,9 @@ def constrain(
         raw: The trained values, (K, ...), or (K - 1, ...) for ``"sum_to_one"``; `unconstrain` is
             the inverse.
         constraint: ``"none"`` returns the values. ``"unit_interval"`` clamps them to 0..1, with a
-            gradient that can lead values outside back inside. ``"sigmoid"`` returns their sigmoid.
-            ``"sum_to_one"`` trains all masks but the first, which is 1 minus their sum.
+            gradient that can move values from outside this range back into it. ``"sigmoid"``
+            returns their sigmoid. ``"sum_to_one"`` trains all masks except the first, which is 1
+            minus the sum of the trained masks.
 
     Source: learned coefficients as in Differentiable Adaptive Merging (arXiv 2410.08371), which
     does not constrain them.

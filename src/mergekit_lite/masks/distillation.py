@@ -49,8 +49,8 @@ def distill(
         **inputs: Inputs of the model: ``input_ids``, ``attention_mask``, ...
 
     Returns:
-        A scalar. If the batch has no supervised position, it is 0 and can be differentiated, and a
-        warning is shown.
+        A scalar. If the batch has no supervised position, the loss is 0, can still be
+        differentiated, and a warning is shown.
 
     Raises:
         ValueError: The batch is empty, or it is packed and the model cannot separate its examples.
@@ -180,7 +180,7 @@ def _refuse_leaks(merger: MaskedModel, inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             "Merger.distill: got packed rows, but in "
             f"{type(merger.model).__name__} the logits of an example change by up to "
-            f"{merger.packed_change:.2g} if the one before it is replaced; expected "
+            f"{merger.packed_change:.2g} if the example before it is replaced; expected "
             "MaskCollator(pack=False)"
         )
 
@@ -192,7 +192,7 @@ def _shares(
     where: Tensor,
     places: tuple[Tensor, ...],
 ) -> Tensor | None:
-    """Return the teachers' coefficients, (N, K), or None if these depend on their outputs."""
+    """Return the teachers' coefficients, (N, K), or None if they depend on teachers' outputs."""
     count = merger.count
     if not places[0].numel():  # no teacher runs
         return torch.zeros(0, count, device=where.device)
@@ -242,7 +242,7 @@ def _examples(
     starts = torch.zeros_like(ids)
     starts[:, 0] = 1
     if position_ids is not None:
-        # every padding token has position 0, so each becomes an example of its own
+        # every padding token has position 0, so each becomes a separate example
         starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
     # indices continue from row to row, because `evidence` needs them in ascending order
     return (starts.flatten().cumsum(0) - 1).view_as(ids)[places]
@@ -255,7 +255,7 @@ def _evidence(
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
-    """Return shares of the teachers in proportion to the probability that each gives an example."""
+    """Return the teachers' shares, in proportion to the probabilities that they give an example."""
     if answers is None:
         raise ValueError(
             "Merger.distill: expected labels for coefficients 'evidence', got none; this model's "
@@ -295,7 +295,7 @@ def _cached(merger: MaskedModel, kl: KLConfig, count: int, cached: Tensor) -> li
             f"{needed}, H) for this batch and coefficients {kl.coefficients!r}; the cache was made "
             "from other examples, or with other settings (kl)"
         )
-    # a single state belongs to the only teacher with a share; the others' states are not read
+    # a single state belongs to the only teacher with a share; no other teacher's state is read
     return [cached[:, min(k, teachers - 1)] for k in range(merger.count)]
 
 

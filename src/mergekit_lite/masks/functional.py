@@ -57,8 +57,8 @@ def _check_masks(operation: str, weights: Sequence[Tensor], masks: Tensor) -> No
     if not fits or masks.shape[0] != len(weights):
         raise ValueError(
             f"{operation}: masks have shape {list(masks.shape)}, expected a first dimension of "
-            f"{len(weights)} (one mask per weight), and the others equal to 1 or to the weights' "
-            f"shape, {list(shape)}"
+            f"{len(weights)} (one mask per weight), and other dimensions that are 1 or match the "
+            f"weights' shape, {list(shape)}"
         )
 
 
@@ -141,7 +141,7 @@ def masked_linear(
             `model_components.measure_kernels` found the kernels correct and faster, else eager.
 
     Returns:
-        The output, (*B, O), in x's dtype, or in autocast's.
+        The output, (*B, O), in the dtype of x, or of autocast if it is active.
 
     Raises:
         ValueError: Shapes or dtypes do not match, element masks are used in efficient mode, a
@@ -168,7 +168,7 @@ def masked_linear(
         bias = bias.to(x.dtype)
     fused = _uses_fused(impl, weights, "masked_linear", LINEAR)
     if fused and rule is not None and torch.compiler.is_compiling():
-        # the graph keeps the result, because it cannot run a rule again in backward
+        # the graph keeps the rule's result, because it cannot run a rule again in backward
         masks = rule(masks)
         rule = None
     # x has been cast already, and autocast must not cast inside the float32 sums
@@ -221,7 +221,7 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
         return "accurate"
     element = masks.shape[1] > 1 and masks.shape[2] > 1
     if mode == "auto":
-        # when traced, choose the mode for any number of tokens, because the graph may serve all
+        # when traced, the mode must suit any number of tokens, because the graph may be reused
         if not element and not needs_plain(x) and _is_few(x, masks, in_features):
             return "efficient"
         return "accurate"

@@ -50,9 +50,8 @@ class Selection:
 class _Components(nn.ModuleList):
     """A list of components that cannot be replaced by layers with new parameters.
 
-    The merged layer uses only the components' original parameters, so new ones, such as those of
-    peft's layers, would have no effect. Wrappers and replicas, which add no parameters, are
-    allowed.
+    The merged layer uses only the components' original parameters, so new parameters, such as peft
+    adds, would have no effect. Wrappers and replicas, which add no parameters, are allowed.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -90,7 +89,8 @@ class MaskedLayer(nn.Module):
         generator: The random generator for ``"random"``; default: torch's global generator.
         impl: ``"eager"``, ``"fused"`` (Triton) or ``"auto"``; see `masked_linear`.
         strict: Whether to raise an error if components differ in class, settings or buffers. If
-            False, use those of the base, or of the first component if there is no base.
+            False, use the class, settings and buffers of the base, or of the first component if
+            there is no base.
 
     Raises:
         ValueError: An option is invalid, or there are too few components. Components differ (see
@@ -118,7 +118,7 @@ class MaskedLayer(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        # a Sequential can be iterated, so its layers would be taken for components
+        # a Sequential can be iterated, so its layers would be mistaken for components
         if isinstance(components, nn.Module):
             raise ValueError(f"{name}: expected a list of layers, got {type(components).__name__}")
         check_choice(name, "impl", impl, self.impls)
@@ -245,10 +245,10 @@ class MaskedLayer(nn.Module):
         return name in self._same
 
     def mask(self, name: str) -> Tensor:
-        """Return a parameter's masks after the constraint, one for each tensor of `frozen`.
+        """Return a parameter's masks after the constraint, one for each tensor in `frozen`.
 
-        The first size is the number of these tensors, and the other sizes broadcast over the
-        parameter. If there is a base, its mask is the last.
+        The first size of the result is the number of these tensors, and the other sizes broadcast
+        over the parameter. If there is a base, its mask is the last.
         """
         return self._rule(name)(self.masks[name])
 
@@ -297,7 +297,7 @@ class MaskedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # `plain` itself reads these two, so looking them up in it would never end
+            # `plain` itself reads these two attributes, so this lookup would recurse forever
             if name in ("components", "over_base"):
                 raise
             return getattr(self.plain, name)  # for example, in_features or padding_idx
@@ -315,8 +315,8 @@ class MaskedLayer(nn.Module):
     def fold_(self) -> None:
         """Store the merged parameters, so that evaluation does not blend again.
 
-        They are not used in training mode. `unfold_` drops them, and so does a change of masks or
-        components.
+        The stored parameters are not used in training mode. `unfold_` drops them, and so does a
+        change of masks or components.
         """
         self.folded = {name: self.merged(name) for name in self.masks}
         self._folded_at = self._versions()
@@ -327,14 +327,14 @@ class MaskedLayer(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether stored merged parameters match the present masks and components."""
+        """Return whether stored merged parameters match the current masks and components."""
         return self.folded is not None and self._folded_at == self._versions()
 
     def _usable_fold(self) -> dict[str, Tensor] | None:
-        """Return the folded parameters, or None if there are none or they may not be used.
+        """Return the folded parameters, or None if there are none or they must not be used.
 
-        They are dropped first if masks or components have changed since `fold_`. They are not used
-        in training mode or under a transform of torch.func.
+        They are dropped first if masks or components have changed since `fold_`. They must not be
+        used in training mode or under a transform of torch.func.
         """
         if not self.is_folded:
             self.folded = None
@@ -448,8 +448,8 @@ class AccurateMaskedLinear(MaskedLinear):
     """A linear layer that blends the components' weights, then multiplies once.
 
     It computes ``x @ (Σ m_k W_k).T + Σ m_k b_k``. The components are frozen and the masks are
-    trained. In evaluation mode the output is bit-identical to that of `to_linear`. See
-    `MaskedLayer` for the arguments.
+    trained. In evaluation mode the output is bit-identical to the output of the layer that
+    `to_linear` returns. See `MaskedLayer` for the arguments.
 
     >>> layer = AccurateMaskedLinear([nn.Linear(4, 3), nn.Linear(4, 3)], granularity="output")
     >>> layer(torch.zeros(5, 4)).shape, layer.mask("weight").shape
@@ -500,5 +500,5 @@ class MaskedEmbedding(MaskedLayer):
         scale = getattr(self.plain, "embed_scale", None)
         if scale is None:
             return rows
-        # in the dtype in which the stock layers scale
+        # scale in the dtype that the stock layers use
         return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)

@@ -24,7 +24,7 @@ from ..vocabulary import has_tokenizer, read_vocabulary
 from .components import refuse_different, say_or_refuse
 from .low_rank import with_adapter
 
-# options of from_pretrained that say where a model is
+# options of from_pretrained that locate a model
 _WHERE = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
 _TOKENS = 0.01  # fraction of tokens that may have other names: fine-tunes rename reserved tokens
 
@@ -46,8 +46,8 @@ def load_components(
             their base.
         auto_class: The transformers class that loads the models.
         dtype: ``"auto"`` or a dtype.
-        options: Arguments of ``auto_class.from_pretrained``. Those that are fields of the config
-            replace its values.
+        options: Arguments of ``auto_class.from_pretrained``. Arguments that are fields of the
+            config replace the config's values.
         base: Path of the base, which is the last of the returned models.
         low_rank: Whether adapters of the base's linear layers are kept as factors, which share the
             base's weights, instead of being folded in.
@@ -57,7 +57,8 @@ def load_components(
         The models, and the name by which `merge_models` would load each of them.
 
     Raises:
-        ValueError: There are fewer than two models, or masks cannot merge them.
+        ValueError: There are fewer than two models (fewer than one with a base), or masks cannot
+            merge them.
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
         raise ValueError(
@@ -99,7 +100,7 @@ def _adapted(
 ) -> PreTrainedModel | None:
     """Return the base with an adapter's factors, or None if the adapter has to be folded in.
 
-    Return None, too, if ``name`` is not the base with an adapter.
+    Also return None if ``name`` is not the base with an adapter.
     """
     # adapters were not trained for a base that has another adapter folded in
     if base.adapter is not None or name.adapter is None or not _are_one(name.path, base.path):
@@ -122,7 +123,7 @@ class _Checkpoint:
 
     @classmethod
     def of(cls, given: str, options: Mapping[str, object]) -> Self:
-        """Read the config of a model, and apply the options that are fields of it."""
+        """Read the config of a model, and apply the options that are config fields."""
         path, adapter = _with_base(given)
         config, rest = _config(path, options)
         # reading the config consumes these options, but loading the weights needs them, too
@@ -203,7 +204,7 @@ def _with_base(path: str) -> tuple[str, str | None]:
         base, _, adapter = path.rpartition("+")
         return base, adapter
     settings = folder / "adapter_config.json"
-    # a folder with a complete model is loaded as this model, even if it has an adapter's config
+    # a folder with a complete model is loaded as a model, even if it has an adapter's config
     if not settings.is_file() or (folder / "config.json").is_file():
         return path, None
     with reading(settings, "Merger"):
@@ -217,15 +218,15 @@ def _with_base(path: str) -> tuple[str, str | None]:
 
 
 def _config(path: str, options: Mapping[str, object]) -> tuple[object, dict[str, object]]:
-    """Return the config, with options that are its fields applied, and the other options."""
+    """Apply the options that are config fields; return the config and the remaining options."""
     try:
         # pyrefly: ignore[bad-return]: return_unused_kwargs gives a pair
         return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"Merger: expected a model's folder or hub id, got {path}, which is no folder and "
-            f"cannot be loaded from the hub ({reason})"
+            f"Merger: expected a model's folder or hub id, got {path}, which is not a folder "
+            f"and cannot be loaded from the hub ({reason})"
         ) from error
 
 

@@ -65,13 +65,13 @@ def masked_kl(
             each; None for a teacher whose coefficients are all zero.
         heads: The components' frozen output heads, (V, H) each, in the order of the teachers.
             Further heads, such as a base's, are used for the student alone.
-        masks: Masks of the student's head, (number of heads, then sizes that broadcast over a
-            head).
+        masks: Masks of the student's head, in shapes that broadcast over a stack of the heads,
+            (number of heads, V, H).
         head: The student's own head, (V, H), instead of masks. If neither is given, the student has
             the first of ``heads``.
         coefficients: Shares c of the teachers, (N, K) or (K,): numbers of 0 or more that sum to 1
-            over the teachers. Or ``"confidence"``: at each position, the softmax over k of
-            -entropy_k / ``confidence_temperature``.
+            over the teachers. With ``"confidence"``, the shares at each position are the softmax
+            over k of -entropy_k / ``confidence_temperature``.
         confidence_temperature: See ``coefficients``. At 0, only the most confident teacher counts.
         temperature: T, above 0.
         direction: ``"forward"`` D = KL(target, student) or ``"reverse"`` D = KL(student, target).
@@ -82,8 +82,8 @@ def masked_kl(
         normalizer: The divisor of the sum, a scalar; default: N.
 
     Returns:
-        A scalar in float32, or in float64 for float64 inputs. It is NaN if a logit is NaN. For
-        N = 0 it is 0 and can be differentiated.
+        A scalar in float32, or in float64 for float64 inputs. It is NaN if a logit is NaN. If N is
+        0, the loss is 0 and can still be differentiated.
 
     Raises:
         ValueError: Shapes do not match. A head is given together with masks or without heads. A
@@ -298,7 +298,7 @@ def _check_biases(
     if teacher_biases and len(teacher_biases) < len(teachers):
         raise ValueError(
             f"masked_kl: got {len(teacher_biases)} teacher_biases for {len(teachers)} teachers, "
-            "expected one each"
+            "expected one per teacher"
         )
 
 

@@ -66,8 +66,8 @@ class LowRankMaskedLinear(MaskedLayer):
     """A base `nn.Linear` plus the changes of K `LowRankLinear`, each multiplied by a mask.
 
     It computes ``x @ W.T + bias + Σ change_k(m_k x)``. Output masks multiply the output of a
-    change, and all other masks its input. Except for rounding, the result equals that of
-    `MaskedLinear`.
+    change, and all other masks multiply its input. Except for rounding, the result equals the
+    result of `MaskedLinear`.
 
     >>> base = nn.Linear(4, 3)
     >>> adapted = LowRankLinear(base, torch.ones(1, 4), torch.ones(3, 1), 0.5)
@@ -95,8 +95,8 @@ class LowRankMaskedLinear(MaskedLayer):
     def merged(self, name: str) -> Tensor:
         """Return a merged parameter.
 
-        The weight is summed in float32 or better and rounded once. No component's full weight is
-        built.
+        The weight is summed in float32 or better and rounded once. The full weights of the
+        components are not built.
         """
         if name != "weight":
             return super().merged(name)

@@ -25,8 +25,8 @@ class MaskedSource(Source):
             other sizes broadcast over the tensor.
         dtypes: The dtypes of the tensors that the merger holds, by tensor name. Other tensors are
             left out.
-        rounds: A function that returns, for a tensor's name, whether to round the values to the
-            dtype in ``dtypes`` first. If the merger holds full weights, their values are rounded.
+        rounds: A function that takes a tensor's name and returns whether to first round the values
+            to the dtype in ``dtypes``. If the merger holds full weights, their values are rounded.
         lone: Whether to return floating-point tensors without a mask unchanged instead of as zeros.
             Exactly one source of a merge must do so.
     """

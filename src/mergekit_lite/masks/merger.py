@@ -36,10 +36,11 @@ class Merger(MaskedModel):
         config: The settings of the masks.
         base: The model that the others were fine-tuned from. Masks then apply to their differences
             from the base. The base is not a teacher.
-        labels: The names of the models, the base's last; default: the paths or hub ids that they
-            were loaded from.
+        labels: The names of the models, with the name of the base last; default: the paths or hub
+            ids that they were loaded from.
         strict: Whether to raise an error if settings or buffers of the components differ. If False,
-            warn, and use those of the base, or of the first component if there is no base.
+            warn, and use the settings and buffers of the base, or of the first component if there
+            is no base.
 
     Raises:
         ValueError: The models differ in architecture, shapes, dtypes, tied weights, settings or
@@ -89,8 +90,9 @@ class Merger(MaskedModel):
             model_options: Further arguments of ``auto_class.from_pretrained``, such as
                 ``attn_implementation``, or fields of the config. They apply to all components.
             strict: Whether to raise an error if tokenizers, settings or buffers of the components
-                differ. If False, warn, and use those of the base, or of the first component if
-                there is no base.
+                differ. If False, warn, and use the settings and buffers of the base, or of the
+                first component if there is no base. `bake` then writes the first component's
+                tokenizer.
             **config: Fields of `MaskConfig`, unless ``masks`` is given.
 
         Raises:
@@ -192,7 +194,7 @@ class Merger(MaskedModel):
         return bake(self, Path(out), options)
 
     def report(self) -> MaskReport:
-        """Return a report on the masks of each weight: means, spread, and which is the largest.
+        """Return a report on each weight's masks: means, spread, and the largest mask's component.
 
         The report can be printed, and its ``plot`` method draws a heat map. With a base, the report
         covers only weights that a component changes. It leaves out the base's masks, which are 1

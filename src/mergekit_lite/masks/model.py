@@ -32,7 +32,8 @@ _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 class StoredAs(NamedTuple):
     """The path or hub id that a component was loaded from, and a fingerprint of its files.
 
-    The fingerprint changes when the files change. It is None if `merge_models` cannot read them.
+    The fingerprint changes when the files change. It is None if `merge_models` cannot read the
+    files.
     """
 
     name: str
@@ -194,7 +195,7 @@ class MaskedModel(nn.Module):
 
     @property
     def is_folded(self) -> bool:
-        """Return whether all layers hold merged weights of the present masks and components."""
+        """Return whether all layers hold weights merged from the current masks and components."""
         return all(layer.is_folded for layer in self.layers().values())
 
     def forward(self, *args: object, **inputs: object) -> Output:
@@ -205,8 +206,8 @@ class MaskedModel(nn.Module):
     def component(self, k: int) -> Iterator[Self]:
         """Run component ``k`` instead of the merged model within this context.
 
-        The component runs with its own weights, unchanged. If there is a base, its index is the one
-        after the last component's.
+        The component runs with its own weights, unchanged. The base, if there is one, has the index
+        after the last component.
 
         Raises:
             ValueError: ``k`` is not the index of a component or of the base.
@@ -229,8 +230,8 @@ class MaskedModel(nn.Module):
     def fold_(self) -> Self:
         """Store the merged weights, so that evaluation and generation do not blend them again.
 
-        They take the memory of one more model. They are dropped by `unfold_`, by training mode, and
-        when masks or components change.
+        The stored weights take the memory of one more model. `unfold_` and training mode drop them,
+        and so does a change of masks or components.
         """
         for layer in self.layers().values():
             layer.fold_()
@@ -266,9 +267,9 @@ class MaskedModel(nn.Module):
         }
 
     def masks(self) -> dict[str, nn.Parameter]:
-        """Return the masks' parameters by weight name: the values before the constraint.
+        """Return the trained parameters of the masks (values before the constraint) by weight name.
 
-        Tied weights share one mask, which has the first of their names.
+        Tied weights share one mask, which is listed under the first of their names.
         """
         return dict(self._raw)
 
@@ -319,7 +320,7 @@ class MaskedModel(nn.Module):
     def hashes(self) -> list[str]:
         """Return a SHA-256 hash of each component's weights and stored buffers.
 
-        Where an adapter is kept as factors, the factors are hashed instead of the weight.
+        If an adapter is kept as factors, the factors are hashed instead of the weight.
         """
         if self._hashes is None:
             self._hashes = component_hashes([self._hashed(k) for k in range(len(self.labels))])
@@ -339,7 +340,7 @@ class MaskedModel(nn.Module):
     def output_head(self) -> MaskedLayer | None:
         """Return the output head, or None if logits are not its exact product with hidden states.
 
-        Whether they are is determined from the config, and from the logits for a short input.
+        The config and the logits of a short input show whether they are.
         """
         head = self.model.get_output_embeddings()
         if not isinstance(head, MaskedLayer) or "weight" not in head.masks:
@@ -398,14 +399,14 @@ class MaskedModel(nn.Module):
     def final_hidden(self, **inputs: object) -> Tensor:
         """Return the final hidden states, (B, L, H), of the merged model.
 
-        In the context of `component`, they are the selected component's.
+        Inside the context of `component`, return the hidden states of the selected component.
         """
         hidden = self.model.base_model(**self.uncached(inputs))[0]
-        # Mamba's are in float32, whatever the dtype of the weights; autocast's are not
+        # Mamba returns float32 for weights of any dtype; autocast's lower precision is kept
         return hidden.to(self.model.dtype) if hidden.dtype == torch.float32 else hidden
 
     def uncached(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Return a model's inputs, with the cache of keys and values turned off if it has one."""
+        """Return the inputs, and turn off the cache of keys and values if the model has one."""
         # an encoder's forward has no argument use_cache
         if self.model.can_generate():
             return {**inputs, "use_cache": False}

@@ -24,7 +24,7 @@ class MaskRow:
         mean: The mean mask of each component.
         spread: The standard deviation of each component's mask.
         wins: For each component, the fraction of positions, 0 to 1, at which its mask is the
-            largest. Ties are shared.
+            largest. Components that tie share the position.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MaskReport(Report):
 
     @classmethod
     def of(cls, masks: Mapping[str, Tensor], labels: Sequence[str]) -> Self:
-        """Return the report on masks, (K, ...) each, by name of their weight.
+        """Return the report on masks, given by weight name with shape (K, ...).
 
         >>> print(
         ...     MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"])
@@ -146,7 +146,7 @@ class MaskReport(Report):
 
 
 def _cell(name: str) -> tuple[str, str]:
-    """Return a weight's row and column in the heat map: the layer's number, and the other name.
+    """Return a weight's row and column in the heat map: layer number and rest of the name.
 
     >>> _cell("model.layers.3.mlp.up_proj.weight"), _cell("lm_head.weight")
     (('3', 'mlp.up_proj'), ('other', 'lm_head'))

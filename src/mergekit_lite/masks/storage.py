@@ -102,7 +102,7 @@ def _check_made_for(merger: MaskedModel, path: Path, metadata: Mapping[str, str]
             )
     saved = MaskConfig.from_json(metadata["config"])
     config = merger.mask_config
-    # mode, modules and initial do not change what stored values mean
+    # mode, modules and initial do not change the meaning of stored values
     if (saved.granularity, saved.constraint) != (config.granularity, config.constraint):
         raise ValueError(
             f"load_masks: expected granularity {config.granularity!r} and constraint "
@@ -149,7 +149,7 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
     if bad := [name for name, mask in masks.items() if not torch.isfinite(mask).all()]:
         raise ValueError(
             f"bake: the mask of {bad[0]} is not finite ({len(bad)} such masks); training has "
-            "diverged"
+            "diverged, so train again with a lower learning rate"
         )
     count = len(merger.labels)
     sources = [source for k in range(count) if (source := _stored(merger, k)) is not None]
@@ -242,7 +242,7 @@ def _is_stored(
 
 def _resident(merger: MaskedModel, k: int) -> Source:
     """Return a source of a component's weights in memory, with its folder's tokenizer files."""
-    # a model that was created from a config has no ``architectures`` there
+    # a model that was created from a config has no ``architectures`` in its config
     config = {**merger.model.config.to_dict(), "architectures": [type(merger.model).__name__]}
     source = DictSource(merger.state(k), merger.labels[k], config)
     if Path(merger.labels[k]).is_dir():

@@ -67,7 +67,7 @@ class Surgeon:
         self.config = config
         self.selection = selection
         self.over_base = over_base
-        # one for all layers, because otherwise layers of one shape would get the same masks
+        # one generator for all layers, because otherwise layers of one shape get the same masks
         self.generator = torch.Generator().manual_seed(config.seed)
         self.layers: dict[str, tuple[MaskedLayer, str]] = {}
         self.raw: dict[str, nn.Parameter] = {}

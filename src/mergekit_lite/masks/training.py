@@ -82,7 +82,7 @@ class MaskTrainer(DistillTrainer):
     """A `transformers.Trainer` for a `Merger`: only masks are trained, and only masks are saved.
 
     All settings of `TrainingArguments` apply, such as learning rate, schedule, gradient
-    accumulation, mixed precision and gradient checkpointing. DDP and resuming work, too. If
+    accumulation, mixed precision and gradient checkpointing. DDP and resuming also work. If
     ``eval_dataset`` is a dict, its entries are evaluated separately (``eval_NAME_loss``).
     Checkpoints hold ``masks.safetensors`` and the states of optimizer, schedule and random
     generators.

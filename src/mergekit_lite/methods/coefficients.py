@@ -21,8 +21,8 @@ from ..dtypes import Array
 
 A = TypeVar("A", Tensor, Array)
 
-_COLINEAR = 1e-8  # at most this sin θ counts as colinear
-_CANCELLED = 1e-6  # a sum of unit vectors this short is a rounding error
+_COLINEAR = 1e-8  # inputs with a sin θ of at most this count as colinear
+_CANCELLED = 1e-6  # a sum of unit vectors that is shorter than this is a rounding error
 # the least divisor; its inverse is still finite in float64
 _TINY = 1e-300
 

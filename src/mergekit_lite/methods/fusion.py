@@ -34,7 +34,7 @@ def row_divergences(changed: Array, origin: Array) -> Array:
     >>> row_divergences(np.log([[1.0, 3.0]]), np.log([[1.0, 1.0]])).round(4)
     array([0.1308])
     """
-    # of an empty part, because only the dtype of the numbers matters here
+    # convert an empty part, because only the dtype of the numbers matters here
     divergences = np.empty(changed.shape[0], numbers(changed[:0]).dtype)
     step = max(1, _TILE // changed.shape[1])
     with np.errstate(all="ignore"):  # the result of NaN or infinity is NaN
@@ -62,7 +62,7 @@ def _exponentials(stored: Array) -> tuple[Array, Array, Array]:
 
 
 def outlier_threshold(low: float, median: float, high: float) -> float:
-    """Return the importance from which on an element counts as an outlier.
+    """Return the smallest importance with which an element counts as an outlier.
 
     It is the median plus 1.5 times the interquartile range, computed from the three quartiles.
     """
@@ -79,8 +79,8 @@ def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     """Use the model's value where the change is important, and the base's value elsewhere.
 
     The importance of an element is |W - B| times the Kullback-Leibler divergence of its row's
-    softmax(W) from softmax(B). A change is important if this is at least the median plus 1.5
-    interquartile ranges of the tensor's importances. The quartiles are lower order statistics,
+    softmax(W) from softmax(B). A change is important if its importance is at least the median plus
+    1.5 interquartile ranges of the tensor's importances. The quartiles are lower order statistics,
     without interpolation. Source: the Arcee Fusion note published with mergekit (2025).
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0, 9.0]])
@@ -129,7 +129,7 @@ def ramplus_tl(
 ) -> Tensor:
     """Merge like `ram`, but enlarge each model's unique changes.
 
-    A model's change of an element is shared if another model is active there, too; otherwise it is
+    A model's change of an element is shared if another model is also active there. Otherwise it is
     unique. Unique changes are multiplied by 1 + r clamp(shared / unique, 0, α), where shared and
     unique are the model's numbers of such changes in the whole tensor.
     Source: Reinforced agent merging (arXiv 2601.13572), tensor-level RAM+.

@@ -80,7 +80,7 @@ class MergeMethod:
         )
 
     def bind(self, number_of_models: int, values: Mapping[str, object]) -> Bound:
-        """Check the values of parameters, and add the defaults of the others.
+        """Check the values of parameters, and add the defaults of parameters without a value.
 
         Args:
             number_of_models: The number of models, and so of the values of a per-model parameter. A
@@ -204,7 +204,7 @@ class MergeMethod:
     ) -> Tensor:
         """Merge tensors of equal shape, with gradients.
 
-        The result has the dtype to which torch promotes those of the tensors. It is computed in
+        The result has the dtype to which torch promotes the tensors' dtypes. It is computed in
         float32, or in float64 if that is the result's dtype, and rounded once.
 
         Args:

@@ -78,7 +78,7 @@ def iso_c(
 ) -> Tensor:
     """Return B + α mean(S) U V, where U S V is the decomposition of Σ w_i D_i.
 
-    So all directions of the summed change become equally strong.
+    This makes all singular values of the summed change equal.
     Source: No task left behind (Marczak et al., arXiv 2502.04959), Iso-C.
 
     >>> iso_c([torch.diag(torch.tensor([3.0, 1.0]))], torch.zeros(2, 2))

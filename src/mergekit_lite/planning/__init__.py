@@ -15,6 +15,7 @@ from .checks import (
     check_copies,
     compare_configs,
     compare_tokenizers,
+    rounding_notes,
     row_problems,
     template_problems,
     tensor_problems,
@@ -131,6 +132,7 @@ def make_plan(
     tensors = _plan_tensors(layout, recipe, method, aligned)
     # the last check, because no other check reads values
     _stop_if(check_copies(tensors, aligned))
+    notes += rounding_notes(models.sources, (t.dtype for t in tensors))
     names = {t.name for t in tensors}
     for t in tensors:
         names |= {i.name for i in t.everything}
@@ -159,7 +161,7 @@ def make_plan(
 def _check_models(
     models: Models, allow_incomplete: bool, allow_mixed: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of the models, and notes; what is allowed is a note."""
+    """Return the problems of the models, and notes. Problems that are allowed become notes."""
     problems: list[str] = []
     # differences are notes if they are allowed, else problems
     unlike, notes = compare_configs(models)
@@ -209,7 +211,7 @@ def _truncate(recipe: MergeRecipe, models: Models) -> tuple[Models, int | None, 
 
 
 def _stage_notes(stages: Mapping[int, Source]) -> list[str]:
-    """Return notes on what the planned stages will read and write."""
+    """Return a note on the amount of data that each planned stage will read and write."""
     notes = []
     for stage in stages.values():
         if isinstance(stage, PlannedSource):

@@ -1,19 +1,19 @@
-"""Check what must be the same in all models, and note other differences.
+"""Check the properties that all models must share, and note other differences.
 
-The checks read only headers, configs and vocabularies, and the values of integer and boolean
-buffers, which must be equal in all models.
+The checks read only headers, configs and vocabularies, the values of integer and boolean buffers,
+which must be equal in all models, and samples of weights that adapters change.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..dtypes import Array
-from ..files import CheckpointError, Source, TensorInfo
+from ..dtypes import BFLOAT16, FLOAT16, Array, DType
+from ..files import CheckpointError, LoraSource, Source, TensorInfo
 from ..recipe import MergeRecipe
 from ..recipe.templates import TEMPLATES
 from ..vocabulary import embedding_rows, is_vocabulary_tensor, read_vocabulary, stage_tokens
@@ -47,6 +47,9 @@ _MAY_DIFFER = (
     "eos_token_id",
     "pad_token_id",
 )
+
+
+_MUCH_LOST = 0.1  # a note is shown if rounding loses a larger fraction of an adapter's change
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, object]:
@@ -106,7 +109,7 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Return notes on models whose embedding rows belong to other tokens than the first model's.
+    """Return notes on models whose embedding rows belong to other tokens than in the first model.
 
     Rows are merged by index if the recipe names no tokenizer.
     """
@@ -121,7 +124,7 @@ def compare_tokenizers(models: Models) -> list[str]:
         rows = set(first.values())
         moved = []
         for token, row in tokens.items():
-            # known with another row, or new in a row that the first model uses
+            # the first model has the token in another row, or has another token in this row
             if first.get(token, row) != row or (token not in first and row in rows):
                 moved.append(token)
         if moved:
@@ -129,6 +132,22 @@ def compare_tokenizers(models: Models) -> list[str]:
                 f"the tokenizers of {first_label} and {label} differ in {len(moved)} tokens "
                 f"(for example {moved[0]!r}), but embedding rows are merged by index; to match "
                 "rows by token, set tokenizer_source to base or union"
+            )
+    return notes
+
+
+def rounding_notes(sources: Sequence[Source], dtypes: Iterable[DType]) -> list[str]:
+    """Return a note for each adapter of whose change the output's dtype loses much."""
+    small = [dtype for dtype in (BFLOAT16, FLOAT16) if dtype in set(dtypes)]
+    notes = []
+    for source in sources:
+        if not small or not isinstance(source, LoraSource):
+            continue
+        lost = source.lost_to_rounding(small[0])
+        if lost > _MUCH_LOST:
+            notes.append(
+                f"rounding to {small[0]} loses about {lost:.0%} of the change that the adapter in "
+                f"{source.label} makes; to keep it, set dtype to float32"
             )
     return notes
 
@@ -166,7 +185,7 @@ def tensor_problems(slots: Sequence[Slot], models: Models, by_token: bool) -> li
 
 
 def row_problems(slots: Sequence[Slot], models: Models) -> list[str]:
-    """Return a problem if the embeddings and heads from different slices differ in their rows."""
+    """Return a problem if embeddings and heads of different slices have unequal row counts."""
     found = []
     for slot in slots:
         first = slot.inputs[0][1] if slot.inputs else slot.base
@@ -191,7 +210,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     columns = {info.shape[1:] for info in infos}
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
-    # as in a recipe: people search for these words, and mergekit's message has them, too
+    # written as in a recipe, because users search for these words, as in mergekit's message
     return (
         " (the vocabularies differ; set tokenizer_source: base or union to match rows by token, "
         "or truncate_embeddings=True (--truncate-embeddings) to cut them)"

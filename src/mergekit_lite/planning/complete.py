@@ -40,7 +40,7 @@ LLAMA_LIKE = (
 )
 """Model types with ``embed_tokens`` and ``norm`` next to the layers, and with equal layers.
 
-All layers of a model have the same tensors, but some may be dense and others have experts."""
+All layers of a model have the same tensors, except that only some layers may have experts."""
 
 TIED = ("gemma", "gemma2", "gemma3_text", "smollm3")
 """`LLAMA_LIKE` types whose head is tied to the embedding if the config has no setting for it."""
@@ -61,7 +61,7 @@ BIASES = {
     ),
     "mlp_bias": ("mlp.up_proj", ("granite", "llama", "smollm3")),
 }
-"""A setting that adds biases, a layer that then has one, and the model types with this setting."""
+"""For each setting that adds biases, a layer that then has one, and the setting's model types."""
 
 _MATRIX = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -92,11 +92,14 @@ def missing_tensors(source: Source) -> list[str]:
 
 
 def layers_beyond(source: Source) -> list[str]:
-    """Return a list that has a note if a model has more layers than its config says."""
+    """Return a note if a model has more layers than its config counts.
+
+    The result is a list with this note, or an empty list.
+    """
     config = text_config(source.config)
     count = layer_count(config)
     before, layers = _names_by_layer(list(source.tensors), config)
-    # layers that predict further tokens are numbered after the others
+    # layers that predict further tokens have the numbers after the last ordinary layer
     if count is None or config.get("num_nextn_predict_layers") or max(layers, default=-1) < count:
         return []
     return [
@@ -108,10 +111,11 @@ def layers_beyond(source: Source) -> list[str]:
 def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str | None:
     """Return a message if slices put a layer where the output's config has another kind, or None.
 
-    Two layers are of the same kind if they have the same tensors: for example, only some layers
+    Two layers are of the same kind if they have the same tensors. For example, only some layers
     have experts. Lists in the config (``mlp_only_layers``) may determine the kind of each layer.
-    Each layer of the output must be of a kind that ``source`` has for the same entries. Tensors
-    that these entries do not determine must be those of the layer at this position in ``source``.
+    A layer of the output must be of the same kind as a layer of ``source`` with the same entries in
+    these lists. If layers of ``source`` with the same entries differ in some tensors, the layer
+    must have exactly those of them that the layer at this position in ``source`` has.
 
     Args:
         source: The model whose config the output has.
@@ -133,7 +137,7 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     positions = [kind & by_position for kind in kinds]
     for number, names_of_layer in sorted(layers.items()):
         kind = _stored(names_of_layer)
-        # of entries that the source does not have, the kind is not known
+        # the kind is unknown for entries that the source does not have
         known = by_entries.get(_entries(output_config, keys, number), [kind])
         fits = not by_position or kind & by_position == _at_position(number, positions)
         if kind not in known or not fits:
@@ -172,7 +176,7 @@ def _entries(config: Json, keys: LayerKeys, number: int) -> tuple[str | bool, ..
 
 
 def _at_position(number: int, kinds: Sequence[set[str]]) -> set[str] | None:
-    """Return the expected tensors of the layer at a position, or None if none are known to fit.
+    """Return the expected tensors of the layer at a position, or None if they are unknown.
 
     Beyond the last of ``kinds``, a periodic pattern is continued. Without one, the last kind is
     repeated if the last two layers are of the same kind.
@@ -201,7 +205,7 @@ def _not_counts(config: Json) -> str | None:
 
 def _names_by_layer(names: Sequence[str], config: Json) -> tuple[str, dict[int, set[str]]]:
     """Return the prefix of a model's layers (``model.layers.``), and the tensors of each layer."""
-    # only lists with usual names, because other lists may be heads
+    # only lists of layers with usual names, because other numbered lists may be heads
     lists = [before for before in text_lists(names, config) if is_usual_list(before)]
     layers: dict[int, set[str]] = {}
     if not lists:
@@ -315,7 +319,7 @@ def _too_few_experts(source: Source, config: Json, before: str) -> str | None:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Join the first few names for a message, and mark that others were left out."""
+    """Join the first few names for a message, and add "..." if there are more."""
     more = ", ..." if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -327,7 +331,7 @@ def _missing_ends(config: Json, names: Sequence[str], before: str) -> str | None
     model = before.removesuffix("layers.")
     missing = []
     for end in ("embed_tokens.weight", "norm.weight"):
-        # under any prefix, because the text model of a multimodal one may be stored in two parts
+        # under any prefix, because a multimodal model may store its text model in two parts
         if not any(name.endswith(end) and not name.startswith(before) for name in names):
             missing.append(f"{model}{end}")
     if not missing:
@@ -389,7 +393,7 @@ def _missing_head(source: Source, config: Json) -> str | None:
     named = source.config.get("architectures")
     causal = isinstance(named, list) and any("ForCausalLM" in str(name) for name in named)
     has_head = any(HEAD.search(name) or _OTHER_HEAD.search(name) for name in source.tensors)
-    # the default of other families is not known here, so only an explicit false counts
+    # the default for other families is not known here, so only an explicit false counts
     kind = config.get("model_type")
     default = config.get("tie_word_embeddings", kind in TIED or kind not in LLAMA_LIKE)
     tied = source.config.get("tie_word_embeddings", default)
@@ -402,7 +406,7 @@ def _missing_head(source: Source, config: Json) -> str | None:
 
 
 class _Promise(NamedTuple):
-    """A size that a config promises: of the first tensor whose name ends so, along an axis."""
+    """The size along an axis that a config promises for tensors with a given name ending."""
 
     setting: str
     ending: str

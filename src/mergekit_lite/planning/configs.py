@@ -1,4 +1,4 @@
-"""The config.json of the output."""
+"""Build the config.json of the output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..vocabulary import HEAD
 from .plan import PlanError, TensorPlan
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""The names that the number of layers has in config.json."""
+"""The keys of the number of layers in config.json, depending on the model type."""
 
 _TYPES = ("layer_types", "layers_block_type")  # Nemotron-H has these instead of a number
 # settings that may be one value for all layers, or a list
@@ -62,7 +62,8 @@ def output_config(
             counts[t.dtype.name] += t.info.count
     if counts:
         config.pop("torch_dtype", None)  # the key's name before transformers 5
-        # of most elements: some models store single buffers, such as a router's bias, in float32
+        # the dtype of most elements: some models store a few buffers, such as a router's bias, in
+        # float32
         config["dtype"] = counts.most_common(1)[0][0]
     _set_tie_word_embeddings(config, sources, any(HEAD.search(t.name) for t in tensors))
     inner = text_config(config)
@@ -77,7 +78,7 @@ def output_config(
 
 
 def text_config(config: Json) -> Json:
-    """Return the config with the numbers of tokens and layers: a multimodal model's text_config."""
+    """Return the text_config of a multimodal model, or the config itself for other models."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -127,7 +128,7 @@ def _count_layers(
         lists = []
         for place, begin, end in spans:
             own = configs[place].get(key)
-            # a model without such a list is taken to have the donor's kinds of layers
+            # without such a list, assume that the model's layers are of the donor's kinds
             lists.append((own if isinstance(own, (list, str)) else config[key], begin, end))
         config[key] = _moved(lists) if key in keys.indices else _joined(key, lists)
     for key, value in config.items():
@@ -137,7 +138,7 @@ def _count_layers(
 
 
 def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequence[object]:
-    """Return the entries of the layers that slices take, as a list or a string like the first."""
+    """Return the entries of the layers that slices take, in one list or one string."""
     entries: list[Any] = []
     for source, begin, end in lists:
         if len(source) < end:
@@ -150,7 +151,7 @@ def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequen
 
 
 def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
-    """Return the indices in the output of the layers that slices take from lists of indices."""
+    """Return the listed layers that slices take, by their indices in the output."""
     indices = []
     first = 0  # the index in the output of the slice's first layer
     for source, begin, end in lists:
@@ -162,7 +163,7 @@ def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
 
 
 def _moved_settings(given: Sequence[tuple[Json, int, int]]) -> dict[str, object]:
-    """Return the settings of single layers, by index, of the layers that slices take."""
+    """Return the per-layer settings of the layers that slices take, by index in the output."""
     settings = {}
     first = 0
     for source, begin, end in given:
@@ -195,8 +196,8 @@ def layer_keys(config: Json) -> LayerKeys:
         named = "layer" in key or "idx" in key or key.endswith("types")
         if key not in _MAYBE_LISTS and (isinstance(value, str) or not named):
             continue
-        # increasing numbers below the number of layers are taken to be indices, because a list
-        # with one entry per layer normally repeats values
+        # assume that increasing numbers below the number of layers are indices, because a list with
+        # one entry per layer normally repeats values
         whole = isinstance(value, list) and all(is_whole(i) for i in value)
         if whole and value == sorted(set(value)) and all(0 <= i < count for i in value):
             keys.indices.append(key)

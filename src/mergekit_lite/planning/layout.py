@@ -13,7 +13,7 @@ from .configs import layer_count, text_config
 from .models import Models
 from .plan import Input
 
-# Buffers that transformers computes; older checkpoints hold them and newer ones do not.
+# Buffers that transformers computes. Older checkpoints hold them, but newer ones do not.
 COMPUTED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"
 )
@@ -141,7 +141,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
     Args:
         recipe: A recipe with ``models``.
         models: The recipe's models, opened.
-        uses_base: Whether the method uses a base; if not, the base is merged as one more model.
+        uses_base: Whether the method uses a base. If not, the base is merged as one more model.
     """
     layout = Layout([], [], [])
     members: dict[int, ModelEntry | None] = {}  # by the model's index
@@ -189,7 +189,7 @@ def whole_models(recipe: MergeRecipe, models: Models, uses_base: bool) -> Layout
 def _problem_of_missing(
     models: Models, members: Iterable[int], place: int, lacked: Sequence[str]
 ) -> str:
-    """Return the message about tensors that one model lacks and others have."""
+    """Return the message about tensors that one model lacks and other models have."""
     holders = [models.label(m) for m in members if lacked[0] in models.sources[m].tensors]
     return (
         f"{models.label(place)}: expected the tensors of {some(holders)}, got all but "
@@ -257,7 +257,7 @@ class _Piece:
         for member, (_, stop) in zip(self._members, self._ranges, strict=True):
             layers: dict[int | None, list[str]] = {}
             source = models.sources[member]
-            # encoders of images or sound stay whole
+            # image and audio encoders are kept whole
             lists = text_lists(source.tensors, text_config(source.config))
             if len(lists) > 1:
                 problems.append(

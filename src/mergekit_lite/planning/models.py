@@ -48,8 +48,8 @@ def truncate_vocabularies(models: Models) -> tuple[Models, int | None]:
     """Cut embeddings and heads to the smallest number of rows in any model.
 
     Returns:
-        The cut models and the number of rows, or the same models and None if no number of rows
-        differs.
+        The cut models and the number of rows, or the same models and None if all numbers of rows
+        are equal.
     """
     sizes = set()
     for source in models.sources:
@@ -84,7 +84,7 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
-        # integer buffers, whose values are compared with those of other models before any merge
+        # integer buffers, which are compared with other models' buffers before any merge
         self.copied: dict[str, tuple[Source, str]] = {}
         for t in plan.tensors:
             if t.method is None:

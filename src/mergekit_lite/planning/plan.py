@@ -16,10 +16,10 @@ from ..recipe import MergeRecipe, model_label
 from ..vocabulary import Vocabulary
 
 CHUNK = STRETCH
-"""Number of elements of each input that one thread holds at a time."""
+"""The number of elements of each input that one thread holds at a time."""
 
 EAGER_STRETCH = 1 << 22
-"""Number of elements that torch functions get at a time of a tensor that may be split.
+"""The number of elements that torch functions get at a time, if a tensor may be split.
 
 In float32, this is 16 MB.
 """
@@ -57,9 +57,11 @@ class Input:
 class TensorPlan:
     """The plan of one output tensor.
 
+    ``work`` is the dtype of the computation, and ``dtype`` is the dtype of the result.
+
     If ``method`` is None, the tensor is a copy of the first input. This is for integer and boolean
-    buffers, which are equal in all models. If there are ``parts``, the file holds these tensors one
-    after the other instead of the output tensor, such as the matrices of a stack of experts.
+    buffers, which are equal in all models. If there are ``parts``, such as the matrices of a stack
+    of experts, the file holds these tensors one after the other instead of the output tensor.
     """
 
     name: str

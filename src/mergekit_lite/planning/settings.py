@@ -3,8 +3,8 @@
 A parameter is given as a plain value, a gradient over layers, or filters by tensor name.
 
 Its value is looked up from the most specific level to the least specific: the model or the slice's
-source, the slice, the recipe. A parameter with one value for all models is not looked up at a
-single model, where it has no effect, as in mergekit.
+source, the slice, the recipe. A parameter with one value for all models has no effect at the level
+of a single model, as in mergekit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def evaluate_setting(
         return _MISSING
     if isinstance(value[0], Mapping):
         for entry in value:
-            # raises an error if the key filter is misspelled; without it, every tensor would match
+            # raises an error if the key filter is misspelled, because every tensor would match an
+            # entry without this key
             unknown_keys("parameter", as_mapping("parameter", entry), ["filter", "value"])
             if "value" not in entry:
                 raise RecipeError(
@@ -118,7 +119,7 @@ def settings_for(
         depth: The position of the tensor's layer, from 0 to 1.
         models: Each model's own parameters, the name that the tensor has in that model, and the
             model's name for messages.
-        common: The parameters of the slice, if any, and then those of the recipe.
+        common: The parameters of the slice, if any, and then the recipe's parameters.
 
     Raises:
         ValueError: A required value is missing, or a value is invalid.
@@ -152,7 +153,7 @@ def settings_for(
 def _without_value(
     method: MergeMethod, key: str, levels: Iterable[Mapping[str, object]], owner: str
 ) -> ValueError:
-    """Return the error that a required parameter has no value for a tensor.
+    """Return the error for a required parameter that has no value for a tensor.
 
     The message does not name the tensor, so that it is equal for all tensors and listed once.
     """
@@ -216,7 +217,7 @@ def check_parameters(recipe: MergeRecipe, method: MergeMethod) -> tuple[list[str
 
 
 def _has_it_elsewhere(recipe: MergeRecipe, name: str) -> bool:
-    """Return whether a parameter is set in the recipe or a slice, where it has an effect."""
+    """Return whether a parameter is also set in the recipe or a slice, so that it has an effect."""
     return any(name in parameters for _, parameters, of_model in _places(recipe) if not of_model)
 
 

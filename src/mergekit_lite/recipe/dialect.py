@@ -178,7 +178,7 @@ def parse_recipe(data: Mapping[str, object], model_of: ModelOf = str) -> MergeRe
             for; default: the name itself.
 
     Raises:
-        RecipeError: Keys are misplaced or have invalid values; the error lists all problems.
+        RecipeError: Keys are misplaced or have invalid values. The error lists all problems.
     """
     parser = _Parser(model_of)
     recipe = None
@@ -339,7 +339,7 @@ class _Parser:
         for method in METHODS.values():
             parameters |= method.parameters.keys()
         for key in sorted(data.keys() - {"model", "parameters", "layer_range"}):
-            # mergekit ignores such a key, and uses another value than intended
+            # mergekit ignores such a key, and so uses another value than the user intended
             near = difflib.get_close_matches(key, parameters, n=1, cutoff=_ALIKE)
             if near:
                 del data[key]
@@ -446,7 +446,7 @@ def _layers(where: str, value: object) -> tuple[Any, Any]:
 def _whole(value: Any) -> Any:
     """Return the integer that a value such as ``"3"`` or ``3.0`` stands for.
 
-    Any other value is returned unchanged; `ModelEntry` raises an error for it.
+    Any other value is returned unchanged, and `ModelEntry` then raises an error for it.
     """
     try:
         # mergekit accepts "3" and 3.0; the first test keeps true from becoming layer 1

@@ -46,7 +46,7 @@ def unknown_keys(where: str, data: Mapping[str, object], known: Sequence[str]) -
     for key in data:
         if key in known:
             continue
-        # a key that resembles no known key is likely intended, such as x: &anchor: only note it
+        # a key unlike all known keys, such as x: &anchor, is probably intended, so only note it
         near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.7)
         if near:
             problems.append(f"{where}: unknown key {key!r}; did you mean {' or '.join(near)}?")
@@ -224,12 +224,12 @@ class MergeRecipe:
 
     Args:
         merge_method: The name of a merge method.
-        models: Whole models; a recipe has either ``models`` or ``slices``.
+        models: Whole models. A recipe has either ``models`` or ``slices``.
         slices: Ranges of layers, in the order in which the output has them.
         base_model: The base, for methods that use one. Other methods merge it as one more model.
         parameters: The method's parameters for all models and layers that do not set their own.
-        dtype: Dtype of the output; float64 also computes in float64. Inputs and intermediate values
-            are never rounded to it.
+        dtype: Dtype of the output. With float64, the merge also computes in float64. Inputs and
+            intermediate values are never rounded to this dtype.
         out_dtype: Dtype of the output if it differs from ``dtype``.
         tokenizer: Vocabulary of the output; None to merge embedding rows by index.
         chat_template: ``"auto"`` for the template that most models have, the name of a template,
@@ -240,8 +240,8 @@ class MergeRecipe:
     A model may be a `MergeRecipe` itself: a stage, which is merged first.
 
     Raises:
-        RecipeError: There are neither models nor slices, or both; a value is invalid; or a model
-            or the name of a stage occurs more than once.
+        RecipeError: There are neither models nor slices, or both. A value is invalid. A model or
+            the name of a stage occurs more than once.
 
     >>> recipe = MergeRecipe(
     ...     merge_method="linear", models=[ModelEntry(model="a"), ModelEntry(model="b")]
@@ -335,7 +335,7 @@ class MergeRecipe:
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the recipe as a dict, as in YAML, with a label for models in memory and stages."""
+        """Return the recipe as a dict, as in YAML; labels stand for models in memory and stages."""
         first = {} if self.name is None else {"name": self.name}
         return first | _written(self)
 

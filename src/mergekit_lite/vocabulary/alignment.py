@@ -277,7 +277,7 @@ def plan_vocabulary(
 def _source_of_tokens(
     sources: Sequence[Source], spec: TokenizerSpec, donor: int, index: Mapping[str | int, int]
 ) -> tuple[Path | None, dict[str, int], int]:
-    """Return the folder and the tokens of the output's tokenizer, and the rows of its model."""
+    """Return the folder and tokens of the output's tokenizer, and its model's number of rows."""
     if spec.source in ("union", "base"):
         place: int | None = donor
     else:
@@ -442,7 +442,7 @@ class AlignedSource(View):
     def _average_row(self, name: str, width: int) -> Array:
         """Return the mean of this model's rows for all tokens, summed in float64."""
         if name not in self._averages:
-            # rows of tokens are never AVERAGE, so that `read` does not come back here
+            # rows of tokens are never AVERAGE, so `read` does not call this method again
             rows = np.array(sorted(set(self._vocabulary.tokens.values())), np.int64)
             step = max(1, _AVERAGED // width)
             total = np.zeros(width)

@@ -144,7 +144,7 @@ def _all_merges(
     vocabulary: Mapping[str, int],
     tokens: Mapping[str, int],
 ) -> list[list[str] | str]:
-    """Return the BPE merges of the first model, and those of the others that build new tokens.
+    """Return the first model's BPE merges, and other models' merges that build new tokens.
 
     Args:
         models: The models of the tokenizers, by the path of their tokenizer.json.
@@ -221,7 +221,7 @@ def _check_loads(path: Path, text: str, tokens: Mapping[str, int]) -> None:
 
     try:
         loaded = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # the library has no exception class of its own
         raise CheckpointError(
             f"{path}: expected an extended tokenizer that the tokenizers library can read, got the "
             f"error: {error}"

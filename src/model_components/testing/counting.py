@@ -64,12 +64,12 @@ class _Counter(TorchDispatchMode):
     largest: int = 0
 
     def __post_init__(self):
-        # the __init__ of the dataclass does not call that of the mode
+        # the __init__ of the dataclass does not call the __init__ of TorchDispatchMode
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # the packet's name: add.Tensor and add.Scalar are both add
+        # use the packet's name, which is add for both add.Tensor and add.Scalar
         name = func.overloadpacket.__name__
         if name in _FREE:
             return result

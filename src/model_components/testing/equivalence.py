@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Allowed error from rounding the result, in units in the last place: largest and on average
+# Allowed error from rounding the result, in units in the last place: maximum and root mean square
 _MAX_ULPS = 2.0
 _RMS_ULPS = 0.25
 # Allowed error where terms cancel to 0, as a share of the largest input; at most the dtype's eps
@@ -59,10 +59,10 @@ def check_equivalent(
 ) -> Judgment:
     """Check that a fast function and its definition agree in the output and every gradient.
 
-    Inputs are rounded to ``dtype`` once. The exact result is that of the reference in float64 on
-    these inputs. The error budget is twice the error of the reference itself in the working dtype,
-    plus a little for rounding. There is one budget for the maximum error and one for the root mean
-    square error, so you do not choose tolerances by hand.
+    Inputs are rounded to ``dtype`` once. The exact result is computed by the reference in float64
+    from these inputs. The error budget is twice the error of the reference itself in the working
+    dtype, plus a little for rounding. There is one budget for the maximum error and one for the
+    root mean square error, so you do not choose tolerances by hand.
 
     Args:
         fast: The function to check. It gets the inputs as keyword arguments, in ``dtype``.
@@ -146,7 +146,7 @@ def _run(
     output.backward(cotangent.to(output))
     for name, leaf in leaves.items():
         if leaf.requires_grad:
-            # one function may leave out an unused input that the other multiplies by 0
+            # one function may ignore an input that the other function multiplies by 0
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             results[f"gradient of {name}"] = gradient.cpu()
     return results

@@ -19,7 +19,7 @@ BEHAVIORS: dict[str, Behavior] = {
     for module in (copies, forms, autograd, transforms, distributed)
     for function in module.BEHAVIORS
 }
-"""All behaviors by name. Each is a function whose docstring says what it checks."""
+"""All behaviors by name. Each is a function whose docstring describes the check."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class ModuleReport(Report):
     """The result of `check_module`.
 
     Attributes:
-        passed: The names of the behaviors that match those of torch's own modules.
-        raised: The errors of the behaviors that raised one, by the name of the behavior.
-        wrong: The differences of the behaviors that gave a wrong result without an error, by the
-            name of the behavior.
+        passed: The names of the behaviors that passed.
+        raised: The error messages of the behaviors that raised an error, by behavior name.
+        wrong: The differences of the behaviors that gave a wrong result without an error, by
+            behavior name.
     """
 
     passed: tuple[str, ...]
@@ -73,7 +73,7 @@ def check_module(
             module must be deterministic in training mode, for example without dropout.
         inputs: The arguments of the module's forward. The batch dimension comes first and has an
             even size, 4 or more. Gradients are taken with respect to floating inputs.
-        output: A function that makes one tensor of the forward's result; default: the result
+        output: A function that turns the forward's result into one tensor; default: the result
             itself, which must be a tensor.
         only: Names of the behaviors to try; default: all of `BEHAVIORS`.
         skip: Names of behaviors that do not apply, such as ``"leading_dimensions"`` if the forward

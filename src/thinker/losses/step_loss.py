@@ -81,7 +81,7 @@ class StepLoss(nn.Module, ABC):
     def forward(
         self,
         output: ThinkerOutput,
-        labels: Tensor,  # (B, O), or (B, T, O) of each step; -100 is ignored
+        labels: Tensor,  # (B, O), or (B, T, O) with labels for each step; -100 is ignored
         distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
         """Return the weighted sum of the steps' cross-entropies, per answer."""

@@ -28,7 +28,7 @@ class LastAndRandom(StepLoss):
 
     def __init__(self, last: float = 0.7, random: float = 0.3):
         super().__init__()
-        # with not, as comparisons with nan are False
+        # negated, because every comparison with nan is False and nan must be rejected
         if not 0 < last < math.inf or not 0 <= random < math.inf:
             raise ValueError(
                 f"LastAndRandom: expected last above 0 and random of 0 or more, got last={last}, "
@@ -53,7 +53,7 @@ class LastAndRandom(StepLoss):
         """Return the weights of the earlier and the last step, or their sum for one step."""
         if len(steps) == 2:
             return [self.random, self.last]
-        # so that batches with one supervised step weigh as much as others
+        # so that batches with one supervised step have the same total weight as other batches
         return [self.last + self.random]
 
 
@@ -74,10 +74,10 @@ class AllSteps(StepLoss):
 
 
 class LearnedWeights(AllSteps):
-    """A loss on every step that outputs, with learned weights that never fall from step to step.
+    """A loss on every step that outputs, with learned weights that never decrease with the step.
 
-    Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can be silenced
-    in favor of an earlier one.
+    Weights are cumulative sums of a softmax, scaled to add up to 1, so that no step can have less
+    weight than an earlier one.
 
     Args:
         max_steps: The largest number of steps.
@@ -109,12 +109,12 @@ class Reach(StepLoss):
 
     After t steps, tokens at most t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.
-    (Information in fact travels ``window - 1`` tokens farther, because a latent attends to what its
-    neighbors have just read.)
+    (Information in fact travels ``window - 1`` tokens farther, because a latent attends to
+    neighbors that have just read tokens around them.)
 
     Args:
         grad_steps: The number of steps at the end through which gradients flow; None: all.
-        window: The model's window; information moves ``window - 1`` tokens a step.
+        window: The model's window; information moves ``window - 1`` tokens per step.
 
     Raises:
         ValueError: ``grad_steps`` is below 1, or ``window`` below 2.
@@ -132,11 +132,11 @@ class Reach(StepLoss):
 
     @property
     def counts_from_start(self) -> bool:
-        """True, since the number of steps decides what is within reach."""
+        """True, since the number of steps decides which answers are within reach."""
         return True
 
     def check(self, config: ThinkerConfig) -> None:
-        """Raise an error if the model has another window."""
+        """Raise an error if the model's window differs from the loss's window."""
         if config.window != self.window:
             raise ValueError(
                 f"Reach: window is {self.window}; expected {config.window}, as in the model"

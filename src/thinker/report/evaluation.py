@@ -52,7 +52,7 @@ def accuracies(
             and not chosen.epilogue
             and all(row.output for row in chosen.loop)
         ):
-            # the first n steps of such a plan are what a run of n steps does
+            # with such a plan, a run of n steps equals the first n steps of a longer run
             steps = sorted(set(n_steps))
             out = model(**inputs, n_step=most, plan=plan, output_steps=steps)
             by_step = dict(zip(steps, out.step_logits, strict=True))
@@ -126,7 +126,8 @@ def evaluate_grid(
     """
     if isinstance(n_latents, int) or isinstance(n_steps, int):
         raise ValueError(
-            f"evaluate_grid: n_latents {n_latents}, n_steps {n_steps}; expected lists, such as [8]"
+            f"evaluate_grid: n_latents is {n_latents}, n_steps is {n_steps}; expected lists such "
+            "as [8]"
         )
     if not n_latents or not n_steps or min(*n_latents, *n_steps, samples) < 1:
         raise ValueError(
@@ -157,9 +158,9 @@ def evaluate_steps(
 
     Args:
         model: The model; its mode, training or evaluation, is the same afterwards.
-        data: The data set with the held-out samples; beyond the lengths in training, all samples
-            count as held out.
-        lengths: The lengths of samples.
+        data: The data set with the held-out samples. At lengths beyond those in training, all
+            samples count as held out.
+        lengths: The lengths of the samples.
         n_steps: Numbers of steps, or a function that returns them for a length; default: the
             config's number, adjusted to the plan by `FlowPlan.num_steps`.
         n_latent: Number of latents; default: the config's.
@@ -177,7 +178,7 @@ def evaluate_steps(
     _check_data("evaluate_steps", model, data)
     if isinstance(n_steps, int) or isinstance(lengths, int):
         raise ValueError(
-            f"evaluate_steps: lengths {lengths}, n_steps {n_steps}; expected lists, such as "
+            f"evaluate_steps: lengths is {lengths}, n_steps is {n_steps}; expected lists such as "
             "[20] and [20, 40]"
         )
     if n_steps is None:

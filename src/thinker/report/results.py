@@ -62,7 +62,7 @@ class Grid(Report):
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot a heat map of the shares of correct symbols, on ``ax`` or in a new figure.
 
-        A new figure also has the step curves. This needs the extra ``plot``.
+        A new figure also has the step curves. Plotting needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -99,7 +99,7 @@ _FALL = 0.05
 """The smallest drop in the share of correct rows that `Curves.remarks` reports."""
 
 _FEW = 100
-"""The number of rows below which `Curves.remarks` reports it: one row is more than 1%."""
+"""The number of rows below which `Curves.remarks` calls rows few: one row is then more than 1%."""
 
 
 def _fall(rows: int) -> float:
@@ -112,7 +112,8 @@ def _fall(rows: int) -> float:
 class Curves(Report):
     """Accuracy by number of steps, a curve for each length.
 
-    Remarks list the lengths with few rows, and those at which more steps made fewer rows correct.
+    Remarks list the lengths with few rows, and the lengths at which more steps made fewer rows
+    correct.
     """
 
     lengths: tuple[int, ...]
@@ -184,7 +185,7 @@ class Curves(Report):
     def plot(self, ax: Axes | None = None) -> Figure:
         """Plot shares of correct symbols by steps, on ``ax`` or in a new figure.
 
-        This needs the extra ``plot``.
+        Plotting needs the extra ``plot``.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -69,7 +69,7 @@ class Add(Task):
         else:
             values = integers(generator, self.max_value + 1, 2, batch)
             digits = []
-            # by remainders: powers of the base can be beyond 64 bits
+            # repeated division, since powers of the base may not fit into 64 bits
             for _ in range(longest):
                 digits.append(values % self.base)
                 values = values // self.base
@@ -77,14 +77,14 @@ class Add(Task):
         inside = place < lengths
         a = a * inside
         b = b * inside
-        # a place for the last carry
+        # one more digit, for the last carry
         answer = _carried(self.base, F.pad(a + b, (0, 1)))
         width = lengths + 1
         out = torch.arange(answer.shape[1], device=device)
         told = out < width
         at = torch.arange(2 * longest + 2, device=device)
         tokens = torch.where(at < lengths, F.pad(a, (0, longest + 2)), self.base)
-        # index in the second number: -1 is the operator, the number's length is the =
+        # the index in the second number: -1 is the operator, and its length is the =
         second = at - lengths - 1
         tokens = torch.where(
             (second >= 0) & (second < lengths), b.gather(1, second.clamp(0, longest - 1)), tokens

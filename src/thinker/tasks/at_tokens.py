@@ -56,25 +56,25 @@ class AtTokens(Task):
             )
 
     @property
-    # pyrefly: ignore[bad-override]: of the task within
+    # pyrefly: ignore[bad-override]: a property, since the wrapped task sets it
     def min_length(self) -> int:
         """The wrapped task's shortest length."""
         return self.task.min_length
 
     @property
-    # pyrefly: ignore[bad-override]: of the task within
+    # pyrefly: ignore[bad-override]: a property, since the wrapped task sets it
     def default_length(self) -> int:
         """The wrapped task's default length."""
         return self.task.default_length
 
     @property
-    # pyrefly: ignore[bad-override]: of the task within
+    # pyrefly: ignore[bad-override]: a property, since the wrapped task sets it
     def by_step(self) -> bool:
         """Return whether the wrapped task has an answer for each step."""
         return self.task.by_step
 
     @property
-    # pyrefly: ignore[bad-override]: of the task within
+    # pyrefly: ignore[bad-override]: a property, since the wrapped task sets it
     def grid(self) -> bool:
         """Return whether the wrapped task's rows are grids."""
         return self.task.grid

@@ -1,4 +1,4 @@
-"""Tasks that need several steps: following pointers, and depth in brackets."""
+"""Tasks that need several steps: following pointers, and the depth of brackets."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ class Hops(Task):
 @register_task("depth")
 @dataclass(frozen=True, kw_only=True)
 class Depth(Task):
-    """A task of finding the bracket depth at each position: openings (0) minus closings (1).
+    """A task of finding the depth of brackets at each position.
 
-    The depth is never below 0 or above ``max_depth``. ``length`` is the number of brackets.
+    The depth is the number of opening brackets (id 0) minus the number of closing brackets (id 1)
+    so far. It is never below 0 or above ``max_depth``. ``length`` is the number of brackets.
 
     Args:
         max_depth: The maximum depth; at this depth, the next bracket always closes.
@@ -122,7 +123,7 @@ class Depth(Task):
             depth = depth + torch.where(opens, 1, -1)
             depths.append(depth)
         after = torch.stack(depths, 1)
-        # closing where the depth fell; before the first bracket it is 0
+        # a bracket closes where the depth fell; the depth before the first bracket is 0
         tokens = (after < F.pad(after[:, :-1], (1, 0))).long()
         place = torch.arange(longest, device=generator.device)
         mask = place < lengths

@@ -19,7 +19,7 @@ from .task import IGNORED, Sample, Task, integers, row_key, row_words
 Symbol = str | int
 
 _FEW_SPACED = 0.05
-"""If the share of texts with spaces is below this number, the spaces are taken for mistakes."""
+"""If the share of texts with spaces is below this number, the spaces are considered mistakes."""
 
 
 class RowsTask(Task):
@@ -31,14 +31,14 @@ class RowsTask(Task):
     of its input.
 
     The answers may have as many symbols as their inputs, a fixed number more or fewer, a fixed
-    number of times as many, or the same number for all inputs. Other answers are padded with an end
+    multiple of that number, or the same number for all inputs. Other answers are padded with an end
     symbol, up to the smallest multiple of the input's length that fits every answer. Empty answers
-    are padded, too, and do not change the layout of the others. If answers are longer by a fixed
+    are padded, too, and do not change the layout of other answers. If answers are longer by a fixed
     number of symbols, the inputs are padded to the answers' length, so that each symbol of an
     answer has a token of its own.
 
     A `CurriculumDataset` holds out a share of the inputs of each length with at least 10 different
-    ones, and trains on the others. Rows longer than its schedule's longest length are used only for
+    ones, and trains on the rest. Rows longer than its schedule's longest length are used only for
     testing.
 
     Args:
@@ -46,7 +46,7 @@ class RowsTask(Task):
 
     Attributes:
         symbols: All symbols, sorted; a symbol's id is its index.
-        lengths: The lengths that rows have, in ascending order.
+        lengths: The lengths of the rows, in ascending order.
 
     Raises:
         ValueError: There are no rows, a row is not a pair of an input and an answer, all answers
@@ -97,9 +97,9 @@ class RowsTask(Task):
         return [*part.split()] if self._has_spaces else [*part]
 
     def _size_of_answers(self, pairs: Sequence[tuple[list[Symbol], list[Symbol]]]) -> None:
-        """Compute the length of answers: a multiple of the input's, plus a constant."""
+        """Compute the length of answers: a multiple of the input's length, plus a constant."""
         sizes = {(len(given), len(answer)) for given, answer in pairs}
-        # empty answers are padded, and do not change the length of the others
+        # empty answers are padded, and do not change the length of other answers
         known = [(given, answer) for given, answer in sizes if answer]
         more = {answer - given for given, answer in known}
         fixed = {answer for _, answer in known}
@@ -129,7 +129,7 @@ class RowsTask(Task):
             ids = self.encode(given)
             tokens[row, : len(ids)] = torch.tensor(ids)
             mask[row, : len(ids)] = True
-            # an answer that ends early is filled up with the end symbol
+            # an answer that ends early is padded with the end symbol
             targets[row, : self.output_length(len(given))] = self._end
             ids = [self._ids[symbol] for symbol in answer]
             targets[row, : len(answer)] = torch.tensor(ids, dtype=torch.long)
@@ -146,13 +146,13 @@ class RowsTask(Task):
         )
 
     @property
-    # pyrefly: ignore[bad-override]: of the rows
+    # pyrefly: ignore[bad-override]: a property, since the rows set it
     def min_length(self) -> int:
         """The shortest length."""
         return self.lengths[0]
 
     @property
-    # pyrefly: ignore[bad-override]: of the rows
+    # pyrefly: ignore[bad-override]: a property, since the rows set it
     def default_length(self) -> int:
         """The longest length."""
         return self.lengths[-1]
@@ -231,7 +231,10 @@ class RowsTask(Task):
         return [*(self._ids[symbol] for symbol in symbols), *padding]
 
     def decode(self, ids: Sequence[int]) -> str | tuple[Symbol, ...]:
-        """Return an answer without the end symbol: a text if all answers of the rows are texts."""
+        """Return an answer without the end symbol, as a text or as a tuple of symbols.
+
+        It is a text if all answers of the rows are texts.
+        """
         symbols = []
         for number in ids:
             if number == self._end:
@@ -246,7 +249,8 @@ def _have_spaces(texts: Sequence[str]) -> bool:
     """Return whether texts are split at white space.
 
     Raises:
-        ValueError: Some texts have white space, but fewer than 5% of those with several characters.
+        ValueError: Some texts have white space, but fewer than 5% of the texts with several
+            characters.
     """
     longer = [text for text in texts if len(text) > 1]
     spaced = [text for text in longer if any(map(str.isspace, text))]

@@ -63,7 +63,7 @@ class SequenceTask(Task):
         )
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
-        """Return `Sample.distance`; by default None: every answer may depend on every symbol."""
+        """Return `Sample.distance`; None (the default) if answers may depend on every symbol."""
         return None
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Reverse(_Rearranged):
         """Return the symbol from the other end, t_{n-1-i}."""
         if not self.by_step:
             return tokens.gather(1, (lengths - 1 - place).clamp_(min=0))
-        over = place >= lengths  # there are as many steps as positions
+        over = place >= lengths  # `place` also counts the rounds, which are as many as positions
         return self.rounds(tokens, lengths).masked_fill(over[..., None], IGNORED)
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Reverse(_Rearranged):
 
 @register_task("flip")
 class Flip(SequenceTask):
-    """A task of replacing symbols with their mirror images: the first with the last, and so on."""
+    """A task of replacing each symbol s with its mirror image in the symbols, symbols - 1 - s."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return symbols - 1 - t_i."""
@@ -202,7 +202,10 @@ class Sort(_Rearranged):
 @register_task("prefix_sum")
 @dataclass(frozen=True, kw_only=True)
 class PrefixSum(SequenceTask):
-    """A task of summing each prefix modulo the number of symbols; with two, this is its parity."""
+    """A task of summing each prefix modulo the number of symbols.
+
+    With two symbols, the sum is the parity of the prefix.
+    """
 
     symbols: int = 2
 

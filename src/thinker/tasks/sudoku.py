@@ -1,6 +1,6 @@
 """Sudoku: puzzles with one solution each, and symmetries that make new puzzles.
 
-A grid is read row by row; 0 is an empty cell, digits count from 1. All functions work on batches:
+A grid is read row by row. 0 is an empty cell, and digits start at 1. All functions work on batches:
 possible digits are (N, L, S), for N puzzles of L = S² cells and S = box² digits.
 """
 
@@ -21,17 +21,17 @@ from .task import integers
 def sudoku_puzzles(
     count: int, *, box: int = 3, clues: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:  # (count, L) twice
-    """Make different puzzles with one solution each; return them and their solutions.
+    """Make different puzzles with one solution each, and return them and their solutions.
 
-    0 is an empty cell, digits count from 1. A puzzle can be solved by one rule: fill cells that
+    0 is an empty cell, and digits start at 1. A puzzle can be solved by one rule: fill cells that
     have only one possible digit.
 
     Args:
         count: The number of puzzles.
         box: Side of a box: 2 for puzzles of 4 x 4 cells, 3 for 9 x 9.
         clues: The number of clues at which the removal of digits stops. It stops earlier if the
-            rule could not solve the puzzle without any one of the remaining clues. Then puzzles of
-            9 x 9 cells have 20 to 30 clues, and puzzles of 4 x 4 cells 4 to 6.
+            rule needs each of the remaining clues to solve the puzzle. Then puzzles of 9 x 9 cells
+            have 20 to 30 clues, and puzzles of 4 x 4 cells have 4 to 6.
         seed: The seed of all random choices.
 
     Raises:
@@ -57,7 +57,7 @@ def sudoku_puzzles(
     dry = 0
     while len(solution_of) < count:
         before = len(solution_of)
-        # twice the missing number, for duplicates; 512 bounds the memory
+        # twice the missing number, in case of duplicates; 512 limits the memory
         solutions = _full_grids(generator, min(2 * (count - before) + 8, 512), box)
         puzzles = _dug(generator, solutions, box, clues)
         for puzzle, solution in zip(puzzles, solutions, strict=True):
@@ -65,8 +65,8 @@ def sudoku_puzzles(
         dry = dry + 1 if len(solution_of) == before else 0
         if dry == 8:
             raise ValueError(
-                f"sudoku_puzzles: found {len(solution_of)} puzzles of box {box}; expected {count}; "
-                "there may be no more: lower count, or change clues"
+                f"sudoku_puzzles: found only {len(solution_of)} different puzzles with box={box}; "
+                f"expected {count}; there may be no more, so lower count, or change clues"
             )
     return torch.tensor(list(solution_of)[:count]), torch.stack(list(solution_of.values())[:count])
 
@@ -110,8 +110,8 @@ def sudoku_shuffle(
         box: Side of a box.
         clues: The fewest and most clues. A number of clues in this range is drawn for each puzzle,
             and `sudoku_fill` fills in digits up to that number. A model that trains on all numbers
-            of clues at once learns from the easy puzzles what the hard ones need. Default: puzzles
-            keep their clues.
+            of clues at once learns rules from easy puzzles and can use them in hard ones. Default:
+            puzzles keep their clues.
 
     Returns:
         A function of (generator, puzzles (N, L), solutions (N, L)), as `TensorTask` takes for
@@ -152,10 +152,10 @@ def sudoku_shuffle(
 
 
 def _check(what: str, puzzles: Tensor, box: int) -> None:
-    """Check that puzzles are a tensor of the right shape and digits."""
+    """Check that puzzles are a tensor with a valid shape and valid digits."""
     if not isinstance(puzzles, Tensor):
         raise ValueError(
-            f"{what}: puzzles are {type(puzzles).__name__}; expected a tensor (N, box^4)"
+            f"{what}: puzzles are a {type(puzzles).__name__}; expected a tensor (N, box^4)"
         )
     if box not in (2, 3) or puzzles.dim() != 2 or puzzles.shape[1] != box**4:
         raise ValueError(
@@ -274,7 +274,7 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 
 
 def _dug(generator: torch.Generator, solutions: Tensor, box: int, clues: int) -> Tensor:  # (N, L)
-    """Remove digits in random order, but none that the rule of `sudoku_puzzles` needs."""
+    """Remove digits in random order, but keep all that the rule of `sudoku_puzzles` needs."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]

@@ -31,8 +31,8 @@ class Sample(NamedTuple):
     Args:
         tokens: (B, L) ids.
         mask: (B, L), True at tokens.
-        targets: (B, O) answers, -100 where there is none; or, for a task with ``by_step``, (B, T,
-            O), the answers of each step.
+        targets: (B, O) answers, -100 where there is no answer. For a task with ``by_step``,
+            (B, T, O), the answers of each step.
         distance: (B, O), the distance in tokens from each answer to the farthest token that it
             depends on, including the start token before the input; at least 1. None: answers may
             depend on all tokens.
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
-    """Register a `Task` class, such as one of your own, for `make_task`.
+    """Register a `Task` class for `make_task`, such as a task that you wrote.
 
     Args:
         name: The name for `make_task`.
@@ -82,7 +82,9 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
                 f"register_task: {name!r} is {kind!r}; expected a subclass of Task or SequenceTask"
             )
         if name in TASKS:
-            raise ValueError(f"register_task: {name!r} is taken by {TASKS[name].__name__}")
+            raise ValueError(
+                f"register_task: {name!r} is taken by {TASKS[name].__name__}; expected another name"
+            )
         TASKS[name] = kind
         return kind
 

@@ -59,7 +59,7 @@ class TensorTask(Task):
         self._check_ids()
         if not isinstance(self.grid, bool) or not (self.augment is None or callable(self.augment)):
             raise ValueError(
-                f"TensorTask: grid {self.grid!r}, augment {self.augment!r}; expected True or "
+                f"TensorTask: grid is {self.grid!r}, augment is {self.augment!r}; expected True or "
                 "False for grid, and a function or None for augment"
             )
 
@@ -92,7 +92,7 @@ class TensorTask(Task):
                 )
             if not bool(self.mask.bool().any(1).all()):
                 raise ValueError(
-                    "TensorTask: mask leaves a row without any token; expected one or more in each"
+                    "TensorTask: the mask of a row has no token; expected one or more in each row"
                 )
 
     def _check_ids(self) -> None:

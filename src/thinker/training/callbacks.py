@@ -70,7 +70,7 @@ class ThinkerCallback(TrainerCallback):
         """Restore a state that `state_dict` returned."""
 
     def on_rewind(self) -> None:
-        """Forget the counts of the steps that were undone; called after a rewind."""
+        """Discard the counts of the steps that a rewind has undone."""
 
 
 class CurriculumCallback(ThinkerCallback):
@@ -173,9 +173,9 @@ class RewindOnPeak(ThinkerCallback):
     ):
         if not (factor >= 1 and margin >= 0 and every >= 1 and limit >= 1 and 0 < cooling <= 1):
             raise ValueError(
-                f"RewindOnPeak: factor {factor}, margin {margin}, every {every}, limit {limit}, "
-                f"cooling {cooling}; expected factor >= 1, margin >= 0, every >= 1, limit >= 1 and "
-                "0 < cooling <= 1"
+                "RewindOnPeak: expected factor >= 1, margin >= 0, every >= 1, limit >= 1 and "
+                f"0 < cooling <= 1, got factor={factor}, margin={margin}, every={every}, "
+                f"limit={limit} and cooling={cooling}"
             )
         self.factor = factor
         self.margin = margin
@@ -184,7 +184,7 @@ class RewindOnPeak(ThinkerCallback):
         self.cooling = cooling
         self.count = 0
         self.best: StateDict = {}
-        self.newest: StateDict = {}  # where the current window began
+        self.newest: StateDict = {}  # the point at which the current window began
         self.first = math.nan  # loss of the first step
         self.last = math.nan  # mean loss of the last window
         self.before: Counts | None = None
@@ -213,7 +213,7 @@ class RewindOnPeak(ThinkerCallback):
         """Every ``every`` steps, update the best state, or restore it if the loss has peaked."""
         assert self.before is not None
         if math.isnan(self.first) and self.trainer.step_loss.counts_from_start:
-            # the loss of a batch with few steps has few answers: the first may be near 0
+            # a batch with few steps has few answers in reach, so the first loss may be near 0
             self.first = math.inf
         if math.isnan(self.first):
             # a copy, since `Tally.since` would move the beginning of the window
@@ -270,7 +270,7 @@ class RewindOnPeak(ThinkerCallback):
 
     def _point(self, step: int) -> dict[str, object]:
         return {
-            # not known before its window has ended
+            # the mean loss is not known before the window has ended
             "loss": math.inf,
             "step": step,
             "difficulty": self._difficulty(),

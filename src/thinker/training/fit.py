@@ -21,8 +21,8 @@ def check_kinds(model: object, data: object, step_loss: object, draw_plan: objec
         )
     if not isinstance(model, LatentThinker) or not isinstance(step_loss, StepLoss | None):
         raise ValueError(
-            f"ThinkerTrainer: model is {type(model).__name__}, step_loss {step_loss!r}; expected a "
-            "LatentThinker, and a StepLoss such as AllSteps()"
+            f"ThinkerTrainer: model is {type(model).__name__}, step_loss is {step_loss!r}; "
+            "expected a LatentThinker, and a StepLoss such as AllSteps()"
         )
     if draw_plan is not None and not callable(draw_plan):
         raise ValueError(
@@ -41,7 +41,7 @@ def check_workers(args: TrainingArguments, data: CurriculumDataset) -> None:
 
 
 def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
-    """Check that a model's sizes, latents and plan suit the data."""
+    """Check that a model's sizes, number of latents and plan fit the data."""
     config = model.config
     check_layout("ThinkerTrainer", config, data.task)
     sizes = data.sizes()

@@ -1,4 +1,4 @@
-"""`parameter_groups`: which of a thinker's parameters have weight decay."""
+"""`parameter_groups`: a thinker's parameters with and without weight decay."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ float64."""
 class Tally:
     """Counts since the start of a run.
 
-    `mark` returns the current counts, and `since` returns what was counted after a mark.
+    `mark` returns the current counts, and `since` returns the counts since a mark.
 
     Args:
         max_length: The length of the longest samples.

@@ -1,4 +1,4 @@
-"""`ThinkerTrainer`: a thin `transformers.Trainer` for a thinker and an endless curriculum."""
+"""`ThinkerTrainer`: a `transformers.Trainer` for a thinker and an endless curriculum."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ThinkerTrainer(StepTrainer):
 
     Args:
         model: The model to train.
-        args: `TrainingArguments`; default `thinker_arguments`. They are copied, and the data set's
-            batch size replaces theirs.
+        args: `TrainingArguments`; default: `thinker_arguments`. They are copied, and their batch
+            size is replaced by the data set's.
         train_dataset: The training data.
         step_loss: The loss, which selects the supervised steps; default: `LastAndRandom`, the last
             step and one random earlier one.
@@ -71,8 +71,8 @@ class ThinkerTrainer(StepTrainer):
         segments: The number of optimizer steps for each batch. Each optimizer step continues from
             the latents of the previous one, without gradients into it (deep supervision: HRM, Wang
             et al. 2025; TRM, Jolicoeur-Martineau 2025). The model thus learns to continue from
-            latents of many steps, at the cost of a few. ``max_steps`` and the logged speeds count
-            segments.
+            latents of many steps, but each optimizer step computes only a few. ``max_steps`` and
+            the logged speeds count segments.
         eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest in
             training.
         eval_samples: The number of samples of each length.
@@ -108,7 +108,7 @@ class ThinkerTrainer(StepTrainer):
             )
         self.step_loss = step_loss or LastAndRandom()
         self.step_loss.check(model.config)
-        # before training, since a loss may count what it has seen
+        # before training, since a loss may change its attributes, such as counts, in training
         self._settings = self._settings_now(model)
         check_segments(segments, train_dataset, self.step_loss)
         check_reach(model, train_dataset, self.step_loss)
@@ -145,7 +145,7 @@ class ThinkerTrainer(StepTrainer):
         self.model_accepts_loss_kwargs = True  # losses are means over the answers of a whole step
         if segments > 1 and self.args.gradient_accumulation_steps > 1:
             raise ValueError(
-                f"ThinkerTrainer: segments is {segments}, gradient_accumulation_steps "
+                f"ThinkerTrainer: segments is {segments}, gradient_accumulation_steps is "
                 f"{self.args.gradient_accumulation_steps}; expected one of them to be 1"
             )
         self.data.rank = self.args.process_index
@@ -169,12 +169,12 @@ class ThinkerTrainer(StepTrainer):
         for known in callbacks:
             if isinstance(known, ThinkerCallback):
                 known.trainer = self
-        # `_Housekeeping` comes last, since it loads the states of the others
+        # `_Housekeeping` comes last, since it loads the states of other callbacks
         callbacks.sort(key=lambda known: isinstance(known, _Housekeeping))
 
     @property
     def seen(self) -> int:
-        """The number of batches of this process in this run, including those before a resume."""
+        """The number of batches of this process in this run, including batches before a resume."""
         return self.state.global_step * self.args.gradient_accumulation_steps
 
     @property
@@ -188,7 +188,7 @@ class ThinkerTrainer(StepTrainer):
         if workers:
             options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor}
         else:
-            # DataLoader refuses a prefetch_factor without workers
+            # DataLoader rejects a prefetch_factor without workers
             options = {}
         persistent = bool(workers) and self.args.dataloader_persistent_workers
         # not prepared by accelerate, which would split one stream among the processes
@@ -201,7 +201,7 @@ class ThinkerTrainer(StepTrainer):
         )
 
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return `parameter_groups`, with the parameters of the loss."""
+        """Return `parameter_groups` of the model, and a group for the parameters of the loss."""
         assert self.model is not None
         rate = self.args.learning_rate
         decay = self.args.weight_decay
@@ -258,7 +258,7 @@ class ThinkerTrainer(StepTrainer):
             last = outputs.output_steps[-1:]
             (answers,) = labels_of_steps(labels, last)
             if self.step_loss.counts_from_start:
-                # answers out of reach would hold a schedule back
+                # answers out of reach would lower the accuracy that a schedule follows
                 weights = torch.as_tensor(self.step_loss.weights(outputs, last, distance))
                 answers = answers.masked_fill(weights[0] == 0, -100)
             self.tally.add(outputs.logits, answers, inputs["lengths"], loss)
@@ -268,7 +268,7 @@ class ThinkerTrainer(StepTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def predict(self, *ignored: object, **named: object) -> NoReturn:
-        """Raise an error, since this trainer does not predict: call the model instead.
+        """Raise an error, since this trainer does not predict; call the model instead.
 
         Raises:
             ValueError: Always.
@@ -300,7 +300,7 @@ class ThinkerTrainer(StepTrainer):
             if other:
                 logs["losses_not_finite"] = other
         if self.state.max_steps:
-            # the stock trainer counts from where it resumed, since the stream has no length
+            # the stock trainer counts epochs from the resumed step, since the stream has no length
             self.state.epoch = self.state.global_step / self.state.max_steps
         super().log(logs, start_time)
 
@@ -397,12 +397,12 @@ class ThinkerTrainer(StepTrainer):
     def load_progress(self, folder: Path) -> None:
         """Restore this process's state from a checkpoint.
 
-        A process without a file of its own uses that of rank 0.
+        A process without a file of its own uses the file of rank 0.
         """
         path = folder / self._state_name(self.args.process_index)
         is_own = path.exists()
         if not is_own:
-            # there are more processes now than when it was written
+            # there are more processes now than when the checkpoint was written
             path = folder / self._state_name(0)
         with reading(path, "ThinkerTrainer"):
             # on the CPU: other processes may read rank 0's file, which names its GPU
@@ -422,7 +422,7 @@ class ThinkerTrainer(StepTrainer):
     def _check_settings(self, before: Mapping[str, Any]) -> None:
         """Raise an error if the loss or the model has other settings than in the checkpoint."""
         for name, value in self._settings.items():
-            # a name that an older checkpoint lacks is taken to be the same
+            # a setting that an older checkpoint lacks counts as unchanged
             if before.get(name, value) != value:
                 raise ValueError(
                     f"ThinkerTrainer: the checkpoint was saved with {name} {before[name]!r}; "

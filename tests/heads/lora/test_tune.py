@@ -212,12 +212,17 @@ def test_rows_that_are_cut_or_left_out_are_told(base):
     assert "left out because they have no answer within 12 tokens: 1 rows" in str(report)
 
 
-def test_a_merge_that_would_lose_the_adapter_is_told(base):
+def test_a_model_that_would_lose_the_adapter_to_rounding_is_written_in_float32(base):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.bfloat16().save_pretrained(base)
     report = tuned(base, "run", learning_rate=1e-9)
-    assert "model was not written: merge_lora: rounding to torch.bfloat16 loses" in str(report)
-    assert not (base.parent / "run" / "model").exists()
+    assert "model is in float32, because rounding to torch.bfloat16 loses" in str(report)
+    written = AutoModelForCausalLM.from_pretrained(base.parent / "run" / "model")
+    assert {tensor.dtype for tensor in written.parameters()} == {torch.float32}
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(written.parameters(), model.float().parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_a_merge_that_would_lose_the_adapter_is_told(base):
         ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood_gain'"),
         (
             {"judge": "likelihood_gain", "answers": 0},
-            "answers is 0, expected 1 or more, because a judge",
+            "answers is 0, expected 1 or more for the judge",
         ),
         ({"rows": ROWS[:1]}, "each of the 1 examples is held out"),
         ({"rows": [3]}, "a value of type int in row 1"),
@@ -402,10 +407,10 @@ def test_a_sweep_compares_its_runs(base, capsys):
     assert "r is 64, but the weight of" in partly.failures["r-64"]
     with pytest.raises(ValueError, match="r is 64, but the weight of"):
         sweep(base, ROWS, {"r": 64}, **{**options, "out": base.parent / "none"})
-    with pytest.raises(ValueError, match="two of"):
+    with pytest.raises(ValueError, match="two runs with"):
         sweep(base, ROWS, [grid, grid], **options)
     for same in ([{"r": 2, "seed": 0}, {"seed": 0, "r": 2}], {"learning_rate": [1, 1.0]}):
-        with pytest.raises(ValueError, match="two of"):
+        with pytest.raises(ValueError, match="two runs with"):
             sweep(base, ROWS, same, **options)
     for wrong in ([], {}, [{"rank": 2}], [{"r": []}, {"r": 2}]):
         with pytest.raises(ValueError, match=r"expected a grid|unknown field|values for each"):

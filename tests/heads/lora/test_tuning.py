@@ -306,7 +306,7 @@ CURVES = {  # the training loss's rise above a curve that settles, and the held-
         lambda step: 1.6 + math.exp(-step / 60),
     ),
     "still improves": (lambda step: -step / 800, lambda step: 2.5 - step / 800),
-    "settled": (lambda step: 0.0, lambda step: 1.6 + math.exp(-step / 40)),
+    "no problem found": (lambda step: 0.0, lambda step: 1.6 + math.exp(-step / 40)),
 }
 
 
@@ -342,10 +342,12 @@ def test_a_hump_of_many_small_steps_is_a_spike():
     """Of 1.2 nats over 20 steps: four times the noise of a batch, and gone afterwards."""
     hump = lambda step: 1.2 * (300 <= step < 320)  # noqa: E731
     for seed in range(20):
-        (spike,) = tuning_report(curve(hump, CURVES["settled"][1], 1, seed)).spikes
+        (spike,) = tuning_report(curve(hump, CURVES["no problem found"][1], 1, seed)).spikes
         assert 300 < spike.step <= 320
         assert 10 <= spike.entries <= 40
-        assert not tuning_report(curve(lambda step: 0.0, CURVES["settled"][1], 1, seed)).spikes
+        assert not tuning_report(
+            curve(lambda step: 0.0, CURVES["no problem found"][1], 1, seed)
+        ).spikes
 
 
 def test_a_training_loss_that_ends_above_its_start_diverges():
@@ -380,7 +382,7 @@ def test_a_log_without_losses_is_refused_and_a_run_is_drawn(tmp_path):
     with pytest.raises(ValueError, match=r"tuning_report:.*eval_loss"):
         tuning_report([{"step": 1, "train_runtime": 3.0}])
     report = tuning_report(trained(tmp_path).state.log_history)
-    assert "training: loss" in str(report)
+    assert "training: median loss" in str(report)
     assert report.to_dict()["overfits_from"] is None
     drawn = tuning_report(log_of([3.0] * 30 + [9.0], [(0, 2.0), (15, 1.0), (31, 2.0)])).plot()
     drawn.savefig(tmp_path / "curves.png")

@@ -107,7 +107,7 @@ def test_an_encoder_that_leaks_is_not_packed(monkeypatch):
     encoder = tiny("bert")
     report = check_packing(encoder)
     assert not report.packed
-    assert "differ from those of the sequences alone" in str(report)
+    assert "differ from the states of each sequence alone" in str(report)
     assert encoder.config._attn_implementation == "sdpa"
     monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, ours)
     assert not check_packing(tiny("bert")).packed  # once for each class

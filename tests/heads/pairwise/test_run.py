@@ -18,7 +18,8 @@ from transformers import (
 
 from heads.pairwise import Pair, PairwiseModel, train_judge
 from heads.pairwise.judge_config import JudgeConfig
-from heads.pairwise.training.run import PairwiseTrainer, _decided, _model, _split
+from heads.pairwise.training.division import divide, without_few_ties
+from heads.pairwise.training.run import PairwiseTrainer, _model
 from model_components._cli import main
 
 SHORT = {"epochs": 3, "batch_size": 16, "surface": ("length",), "progress": False}
@@ -53,12 +54,12 @@ def test_few_ties_are_left_out(encoder, tmp_path):
         assert judge.config.num_classes == (3 if ties == "keep" else 2)
     left_out = "160 pairs\n3 ties left out (ties='keep' keeps them)"
     assert found == {"auto": left_out, "drop": left_out, "keep": "160 pairs"}
-    kept, count = _decided(pairs, JudgeConfig())
+    kept, count = without_few_ties(pairs, JudgeConfig())
     assert (count, kept[0].label) == (3, (2 / 3, 1 / 3))
     many = [pair._replace(label=2) for pair in pairs]
-    assert _decided(many, JudgeConfig()) == (many, 0)
+    assert without_few_ties(many, JudgeConfig()) == (many, 0)
     with pytest.raises(ValueError, match=r"train_judge: .*got 160 ties"):
-        _decided(many, JudgeConfig(ties="drop"))
+        without_few_ties(many, JudgeConfig(ties="drop"))
 
 
 def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
@@ -177,7 +178,7 @@ def test_few_prompts_and_labels_of_two_shares_are_told_and_read(encoder, tmp_pat
 
 def test_no_part_shares_a_prompt_or_an_unseen_writer():
     pairs = [Pair(f"p{n % 200}", "a", "b", 0, (f"m{n % 12}", "everywhere")) for n in range(1200)]
-    parts, unseen = _split(pairs, JudgeConfig())
+    parts, unseen = divide(pairs, JudgeConfig())
     assert len(unseen) == 2
     assert "everywhere" not in unseen
     near = parts[:4]

@@ -440,7 +440,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
             "max_shard_size: expected .*, got '5 gigs'",
         ),
         ({"calibration": [[], DATA[1]]}, "expected one or more examples, got none"),
-        ({"calibration": [[{"input_ids": []}], DATA[1]]}, "has no token; expected one or more"),
+        ({"calibration": [[{"input_ids": []}], DATA[1]]}, "expected one or more tokens"),
         ({"calibration": [[{"input_ids": IDS}], DATA[1]]}, r"of shape \(L,\) .*got shape \[2, 9\]"),
         (
             {"calibration": [DATA[0], [{"input_ids": [10**6]}]]},
@@ -452,7 +452,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ),
         (
             {"calibration": [{"train": ["a"]}, DATA[1]]},
-            "is a mapping of train; expected rows",
+            "expected rows, got a mapping of train",
         ),
         (
             {"calibration": DATA, "out_dtype": "float16"},

@@ -42,7 +42,7 @@ DIFFERENT = {
     "embedding rows without a token stay as padding; mergekit drops them": (
         "tok_rows_more_than_tokens"
     ),
-    "exactly opposite models: we interpolate linearly; mergekit divides noise by noise": (
+    "exactly opposite models: we interpolate linearly; mergekit divides one rounding error by another": (
         "nuslerp_antiparallel karcher_antipodal"
     ),
     "the last norm and the head, if slices have different numbers of sources: we merge all sources of "
@@ -51,10 +51,10 @@ DIFFERENT = {
     "zeros": ("tok_passthrough_stack_union"),
     "tied and untied models together: we mark the output as untied; mergekit keeps the "
     "base's flag": ("tok_tied_union tied_base_untied_expert"),
-    "names of LLaVA's tensors: we keep those of the checkpoint; mergekit writes the newer names of "
+    "names of LLaVA's tensors: we keep the names in the checkpoint; mergekit writes the newer names of "
     "transformers": ("arch_llava_linear arch_llava_slerp arch_llava_gradient"),
     "stacks of an architecture that mergekit has no definition of: our config has the right number of "
-    "layers, and the last norm is that of the last slice": "arch_opt_stack",
+    "layers, and the last norm comes from the last slice": "arch_opt_stack",
     "random draws (dare, della): the generators differ": (
         "r_dare_ties r_dare_linear_rescale_off r_della r_della_linear r_p_dare_ties_sparse_template "
         "r_p_dare_ties_base_has_weight r_p_dare_ties_dtype_among_parameters "
@@ -71,9 +71,9 @@ REFUSED = {
         "della_density_zero"
     ),
     "weights that sum to 0 with normalize: mergekit writes NaN": "linear_zero_weight_sum",
-    "a duplicate key in a mapping: mergekit takes the last": "duplicate_keys",
-    "a parameter beside `model:` instead of under `parameters:`, or as `lambda_`: mergekit ignores "
-    "it": ("unknown_keys_in_entries lambda_underscore_name"),
+    "a duplicate key in a mapping: mergekit takes the last value": "duplicate_keys",
+    "a parameter next to `model:` instead of under `parameters:`, or the name `lambda_`: mergekit "
+    "ignores it": ("unknown_keys_in_entries lambda_underscore_name"),
     "the same model with two spellings of its path": "same_model_two_spellings",
     "a slice without layers": "slice_empty_range",
     "a chat template that is neither a known name nor a template nor a file: mergekit writes no "
@@ -83,8 +83,8 @@ REFUSED = {
 EXTRA = {
     "slices whose base is not among their sources": "x_ties_slices_base_not_a_source",
     "a null parameter, which counts as absent": "x_weight_null",
-    "models given as plain strings; other spellings of one path; filters that are numbers; any "
-    "name for the only module": (
+    "models given as plain strings; two spellings of one path; filters that are numbers; a "
+    "single module with any name": (
         "x_models_as_strings x_base_spelled_otherwise x_filter_number x_modules_wrong_name"
     ),
     "new tokens, and tokens beyond a model's rows": (

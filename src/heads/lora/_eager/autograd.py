@@ -98,8 +98,8 @@ def _added(
 ) -> Tensor:
     """Return y, of shape (T, O), plus one adapter's update.
 
-    Factors whose dtype differs from that of y are cast to it. However, small products with factors
-    of a wider dtype are computed in the wider dtype.
+    Factors whose dtype differs from the dtype of y are cast to the dtype of y. However, small
+    products with factors of a wider dtype are computed in the wider dtype.
     """
     dtype = y.dtype
     # a compiled graph must not depend on the number of tokens
@@ -173,7 +173,7 @@ class _Lora(torch.autograd.Function):
         ctx: _LoraContext, x: Tensor, plan: _Plan, seeds: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
         ctx.plan = plan
-        # saved before they are cast: saving a cast weight would keep a second copy of it
+        # save the tensors before casting: a saved cast weight would be a second copy in memory
         ctx.save_for_backward(x, seeds, *tensors)
         t = _Tensors.of(x.dtype, tensors)
         y = linear(x, t.weight, t.bias, plan.transposed)

@@ -26,7 +26,7 @@ class Dropout(NamedTuple):
 
     rows: Tensor  # (T,), int32
     columns: Tensor  # (I,), int32
-    threshold: int  # an element is kept if its hash, as int32, is at least this
+    threshold: int  # an element is kept if its hash, as int32, is at least this number
 
     def keep(self, rows: slice) -> Tensor:
         """Return the mask of some rows, of shape (rows, I), as 0 and 1 in int32.
@@ -64,13 +64,14 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield blocks of rows: their slice, x after dropout, and the mask.
 
-    There is only one block without dropout, when compiling, and on devices other than a CPU.
+    All rows are one block if there is no dropout, during compilation, and on devices other than
+    CPUs.
     """
     whole = slice(None)
     if drop is None:
         yield whole, x, None
         return
-    if torch.compiler.is_compiling():  # fused for any number of tokens
+    if torch.compiler.is_compiling():  # the compiler fuses this for any number of tokens
         keep = drop.keep(whole)
         yield whole, x * keep, keep
         return

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from model_components._folders import new_file, write_json
+from model_components._folders import names_in, new_file, write_json
 from model_components._report import Axes, Figure, Report, Table, axes_for
 
 from .training import TuningReport, perplexity, tuning_report
@@ -101,8 +101,7 @@ class TuneReport(Report):
         cost = (
             f"training: {self.seconds:.0f} s without evaluations, at most {self.peak_mb:,.0f} MiB"
         )
-        kinds = ("adapter", "model", CURVES, "answers.json", REPORT)
-        files = [name for name in kinds if (self.out / name).exists()]
+        files = names_in(self.out)
         written = f"in {self.out}: {', '.join(files)}"
         if CURVES not in files:
             written += f" ({CURVES} needs matplotlib: pip install 'model-components[plot]')"
@@ -263,7 +262,7 @@ class SweepReport(Report):
         for name, report in self.runs.items():
             steps, losses = zip(*report.curves.held_out, strict=True)
             axes.plot(steps, losses, linewidth=1, label=f"{name}: {report.loss:.3f}")
-        # the legend shows the loss on all held-out rows, the curves only on the first ones
+        # the legend shows the loss on all held-out rows, but the curves only on the first 64 rows
         axes.set(xlabel="step", ylabel="loss on up to 64 held-out rows, nats per token")
         if self.runs:
             axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))

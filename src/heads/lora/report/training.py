@@ -21,14 +21,15 @@ LossLog = Sequence[tuple[int, float]]
 
 _WINDOW = 40  # number of earlier log entries whose median is the usual loss at a step
 _FEWEST = 3  # minimum number of earlier log entries for this median
-# a spike is above the usual loss by this many standard deviations: two nearby losses, or one
+# number of standard deviations by which a spike exceeds the usual loss: each of two nearby losses
+# must exceed it by _SUSTAINED, or a single loss by _SINGLE
 _SUSTAINED = 5.0
 _SINGLE = 15.0
 _HUMPS = (5, 10, 20, 40)  # lengths of long and low spikes to search for, in log entries
 _RISE = 0.3  # minimum rise of a level, in nats: a third more perplexity
 _CERTAIN = 6.0  # minimum rise of a level, in standard errors
-_MEDIAN = 1.57  # variance of the median of normal noise, divided by that of the mean
-_TENTH = 10  # a level is the median of one in this many entries, in a row
+_MEDIAN = 1.57  # variance of the median of normal noise, divided by the variance of its mean
+_TENTH = 10  # a level is the median of consecutive entries, 1 / _TENTH of all entries
 _LEVEL = 3  # minimum number of entries in a level
 _NORMAL = 1.4826  # standard deviation of normal noise, divided by its median absolute deviation
 _ENOUGH = 5  # minimum number of third differences for an estimate of the noise of held-out losses
@@ -105,7 +106,7 @@ class TuningReport(Report):
 
     @property
     def verdict(self) -> str:
-        """The most serious finding, such as ``"overfits"``, or ``"settled"`` without any."""
+        """The most serious finding, such as ``"overfits"``, or ``"no problem found"``."""
         findings = {
             "breaks": self.breaks_at is not None,
             "diverges": self.diverges_from is not None,
@@ -113,20 +114,28 @@ class TuningReport(Report):
             "spikes": bool(self.spikes),
             "still improves": self.improves,
         }
-        return next((name for name, found in findings.items() if found), "settled")
+        return next((name for name, found in findings.items() if found), "no problem found")
 
     def summary(self) -> list[str]:
-        """Return the first, last and lowest losses, and the verdict."""
+        """Return the losses at the beginning and at the end, and the verdict.
+
+        Training losses are medians, because the losses of single batches vary.
+        """
         lines = []
-        for name, entries in (("training", self.train), ("held out", self.held_out)):
-            finite = _finite(entries)
-            if finite:
-                step, least = min(finite, key=lambda entry: entry[1])
-                (_, first), (last_step, last) = entries[0], entries[-1]
-                lines.append(
-                    f"{name}: loss {first:.3f} to {last:.3f} at step {last_step} (perplexity "
-                    f"{perplexity(last):.2f}), least {least:.3f} at step {step}"
-                )
+        if _finite(self.train):
+            losses = [loss for _, loss in self.train]
+            size = _level_size(len(losses))
+            lines.append(
+                f"training: median loss {statistics.median(losses[:size]):.3f} in the first "
+                f"{size} log entries, {statistics.median(losses[-size:]):.3f} in the last {size}"
+            )
+        if finite := _finite(self.held_out):
+            step, least = min(finite, key=lambda entry: entry[1])
+            last_step, last = self.held_out[-1]
+            lines.append(
+                f"held out: loss {self.held_out[0][1]:.3f} to {last:.3f} at step {last_step} "
+                f"(perplexity {perplexity(last):.2f}), lowest {least:.3f} at step {step}"
+            )
         return [*lines, f"verdict: {self.verdict}"]
 
     def remarks(self) -> list[str]:
@@ -212,7 +221,7 @@ def tuning_report(
 
     Log often (``logging_steps=1``), and evaluate during training (``eval_strategy="steps"``). The
     noise of a loss is estimated from its changes between log entries. The verdict is the first of
-    these findings that applies, or else ``settled``:
+    these findings that applies, or else ``no problem found``:
 
     - breaks: a loss is not finite, or the gradients of the last steps are not finite.
     - diverges: the training loss ends above its lowest level by more than 0.3 nats and 6 standard
@@ -230,8 +239,8 @@ def tuning_report(
       reported as a spike.
     - still improves: the last held-out loss is the lowest, and it is below the loss a third of the
       run earlier by more than ``tolerance`` and by more than 4 times the noise. Without held-out
-      losses, the last tenth of the training losses has a level below that of the tenth before it,
-      by more than 3 standard errors.
+      losses, the last tenth of the training losses has a lower level than the tenth before it, by
+      more than 3 standard errors.
 
     Args:
         log: ``trainer.state.log_history``.
@@ -250,8 +259,8 @@ def tuning_report(
     >>> log[24] |= {"loss": 9.0, "grad_norm": 70.0}
     >>> log += [{"step": i, "eval_loss": 2 + (i - 20) ** 2 / 900} for i in (0, 10, 20, 30)]
     >>> print(tuning_report(log))
-    training: loss 1.975 to 1.250 at step 30 (perplexity 3.49), least 1.250 at step 30
-    held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), least 2.000 at step 20
+    training: median loss 1.950 in the first 3 log entries, 1.275 in the last 3
+    held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), lowest 2.000 at step 20
     verdict: overfits
     overfits from step 20: the held-out loss rises, but the training loss does not clearly rise
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
@@ -416,7 +425,7 @@ def _non_finite_steps(
 ) -> list[int]:
     """Return the steps at which a loss, or a final gradient norm, is not finite.
 
-    Final gradient norms are those after the last one that is finite.
+    The final gradient norms are all gradient norms after the last finite one.
     """
     broken = [step for step, loss in (*train, *held_out) if not math.isfinite(loss)]
     for (step, _), norm in zip(reversed(train), reversed(norms), strict=True):
@@ -483,7 +492,7 @@ def _rises(entries: LossLog) -> bool:
 
 
 def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
-    """Return the spikes of the training loss; of overlapping spikes, only the clearest."""
+    """Return the spikes of the training loss; if spikes overlap, return only the clearest one."""
     losses = [entry.loss for entry in entries]
     noise = _noise(losses)
     usual = [math.inf] * min(_FEWEST, len(losses))

@@ -37,6 +37,10 @@ from ..layers import lora_layers
 _SHOWN = 5  # number of layers in a printed report
 
 
+class RoundingError(ValueError):
+    """The error that rounding would lose too much of the updates."""
+
+
 @dataclass(frozen=True)
 class MergedLayer:
     """Metrics of one merged layer: how much of its update was kept and lost.
@@ -136,8 +140,8 @@ def merge_lora(
         dtype: The dtype of the floating-point tensors to write; default: the model's own.
         max_lost: The largest fraction of the updates that may be lost, with layers weighted by
             |dW|²; None sets no limit.
-        tokenizer: The tokenizer to write; default: that of the base model, if it is stored on this
-            machine.
+        tokenizer: The tokenizer to write; default: the base model's tokenizer, if it is stored on
+            this machine.
         max_shard_size: The maximum size of a weight file, in bytes or as text such as ``"5GB"``.
         progress: Show a progress bar.
 
@@ -200,7 +204,7 @@ def merge_lora(
     lost = _lost_of_all(layers, sizes)
     if max_lost is not None and lost > max_lost:
         worst = max(layers, key=lambda one: one.lost)
-        raise ValueError(
+        raise RoundingError(
             f"{operation}: rounding to {stored} loses {lost:.1%} of the updates, expected at most "
             f"{max_lost:.1%} (the worst layer loses {worst.lost:.1%}: {worst.name}). Use "
             "dtype=torch.float32 (--dtype float32), or accept the loss with max_lost=None "
@@ -216,7 +220,7 @@ def merge_lora(
 
 
 def _resolve_dtype(dtype: object, operation: str) -> torch.dtype | None:
-    """Return a floating-point dtype that is given as a dtype or by name, or None for None."""
+    """Convert a floating-point dtype, or its name, to a `torch.dtype`; return None for None."""
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

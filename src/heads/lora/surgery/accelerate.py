@@ -18,7 +18,7 @@ from ..layers import LeanForward, can_be_lean, lean, lora_layers, route
 
 @dataclass(frozen=True)
 class AccelerationReport(Report):
-    """The layers that `accelerate_lora_` changed, and why others keep peft's own forward.
+    """The layers that `accelerate_lora_` changed, and why other layers keep peft's own forward.
 
     Attributes:
         accelerated: Names of the changed layers.
@@ -52,7 +52,7 @@ def accelerate_lora_(model: nn.Module) -> AccelerationReport:
         model: A `PeftModel`, or any module with peft's LoRA layers inside.
 
     Returns:
-        The names of the changed layers, and the reasons why others were skipped.
+        The names of the changed layers, and the reasons why other layers were skipped.
 
     Raises:
         ValueError: The model has no LoRA layers.
@@ -121,7 +121,7 @@ def restore_lora_(model: nn.Module) -> int:
                 f"{type(layer).__name__} whose class or forward was replaced; undo that change "
                 "first"
             )
-    # only after all checks, so that no model is left partly restored
+    # change the classes only after all checks, so that no model is left partly restored
     for layer in layers.values():
         layer.__class__ = lean(type(layer))
     return len(layers)

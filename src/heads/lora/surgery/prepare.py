@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 
 def skeleton(model: nn.Module) -> Any:
     """Return a copy of a model on the meta device: its modules and names, without data."""
-    # a memo for deepcopy, which takes these tensors as already copied, so tied ones stay tied
+    # a memo for deepcopy, which treats these tensors as already copied, so tied ones stay tied
     meta: dict[int, object] = {id(t): t.to("meta") for t in model.buffers()}
     for p in model.parameters():
         meta[id(p)] = nn.Parameter(
@@ -101,8 +101,8 @@ def _check_patterns(operation: str, model: nn.Module, config: LoraConfig) -> Non
             if found and patterns[found[0]] != patterns[min(found)]:
                 raise ValueError(
                     f"{operation}: {field} has {' and '.join(map(repr, found))}, which all match "
-                    f"{name} with different values; expected only one to match, because peft sorts "
-                    "them when it saves the adapter, so that another one would apply after loading"
+                    f"{name} with different values; expected one match, because peft sorts the "
+                    "patterns when it saves the adapter, so another one would apply after loading"
                 )
 
 
@@ -223,7 +223,7 @@ def prepare_lora(
     Raises:
         ValueError: A rank is below 1 or larger than a dimension of its weight, an alpha is not
             finite, the dropout is below 0 or at least 1, a target matches no module (the message
-            suggests similar names), several patterns of ranks or alphas match one module,
+            suggests similar names), patterns with different ranks or alphas match one module,
             ``adapter_name`` is invalid, or the model already has adapters.
 
     A quantized model cannot be copied, so ranks that are too large are not noticed in advance.

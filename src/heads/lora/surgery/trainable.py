@@ -73,7 +73,7 @@ def _block_of(name: str) -> int | None:
     >>> _block_of("model.layers.3.mlp.experts.0.up_proj.weight")
     3
     """
-    # the first number in a name is the index of the block; a later one may be that of an expert
+    # the first number in a name is the block's index; a later number may be an expert's index
     found = re.search(r"\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
@@ -81,7 +81,7 @@ def _block_of(name: str) -> int | None:
 def _linear_layers(model: nn.Module, blocks: Sequence[int], names: Sequence[str]) -> list[str]:
     """Return the full names of the linear layers in some blocks.
 
-    If ``names`` is not empty, only layers are returned whose names end with one of them.
+    If ``names`` is not empty, return only layers whose last name part is in ``names``.
     """
     return [
         name

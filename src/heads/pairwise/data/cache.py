@@ -117,7 +117,7 @@ def _store(stage: Stage, keys: Sequence[bytes], features: Tensor) -> None:
 
 
 def _key(tokens: Tokens) -> bytes:
-    # the length tells where ids end and types begin; pooling depends on begin
+    # the length shows where ids end and types begin; pooling depends on begin
     digest = hashlib.sha256(f"{len(tokens.ids)} {tokens.begin} ".encode())
     digest.update(tokens.ids.tobytes() + tokens.types.tobytes())
     return digest.digest()[:16]

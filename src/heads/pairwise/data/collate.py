@@ -45,7 +45,7 @@ class CutReport(Report):
     Attributes:
         pairs: The number of pairs.
         labels: The number of pairs of each class.
-        tokens: The number of tokens, without those that were cut.
+        tokens: The number of tokens, without the tokens that were cut.
         prompts_cut: The number of pairs whose prompt was truncated.
         answers_cut: The number of answers that were truncated.
         tokens_cut: The number of tokens that were cut.
@@ -122,7 +122,7 @@ class PairwiseDataset(Dataset):
         lengths: The number of tokens of each pair, in both sequences together.
         labels: The label of each pair; None for a pair without a label.
         encoded: Whether `encode_` has been called.
-        sample_ids: The tokenizer's ids of a short text, which tell tokenizers apart.
+        sample_ids: The tokenizer's ids of a short text, which distinguish tokenizers.
 
     Raises:
         ValueError: A prompt or an answer is neither a string nor a list of turns, or a label is
@@ -164,7 +164,7 @@ class PairwiseDataset(Dataset):
             for a, b in template.sequences(groups):
                 self._tokens += [a.tokens, b.tokens]
                 self.lengths.append(len(a.tokens.ids) + len(b.tokens.ids))
-                # once per pair, because both answers follow the same prompt
+                # count once per pair, because both answers follow the same prompt
                 prompts_cut += max(a.of_prompt, b.of_prompt) > 0
                 answers_cut += (a.of_answer > 0) + (b.of_answer > 0)
                 tokens_cut += a.of_prompt + a.of_answer + b.of_prompt + b.of_answer

@@ -101,7 +101,7 @@ def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Wor
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return prompt, chosen and rejected; the prompt is a column, or begins the other two."""
+    """Return prompt, chosen and rejected; the prompt is a column, or both answers begin with it."""
     chosen = plain(row[one])
     rejected = plain(row[other])
     before = plain(row.get("prompt"))
@@ -115,7 +115,7 @@ def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, 
             asked = turns_of("user", _text("prompt", before))
         if (
             a[:1] and a[0].role != "assistant"
-        ):  # the prompt is there, but perhaps not its system turn
+        ):  # a already has the prompt, but perhaps not its system turn
             asked = asked[:1] if asked[:1] and asked[0].role == "system" != a[0].role else ()
         return _parted(asked + a, asked + b)
     chosen = _text(one, chosen)
@@ -163,7 +163,7 @@ def _parted(a: Sequence[Turn], b: Sequence[Turn]) -> tuple[Words, Words, Words]:
                 "does not"
             )
     shared = 0
-    # - 1: each side keeps its last turn, even where both are the same
+    # - 1: each side keeps its last turn, even if both last turns are equal
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
         shared += 1
     if a[shared] != b[shared] and a[shared].role == b[shared].role == "user":
@@ -200,7 +200,7 @@ def _list(value: object) -> list[str | None] | None:
         except (ValueError, RecursionError):
             # json rejects thousands of brackets or digits: treat them as plain text
             return None
-    # pyrefly: ignore[bad-return]: it does not see what _is_list_of checks
+    # pyrefly: ignore[bad-return]: it does not understand _is_list_of
     return value if _is_list_of(value, str, NoneType) else None
 
 
@@ -278,7 +278,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """Return the label of a preference: 1 is A, 2 is B, 0 and 1.5 are ties, others are soft."""
+    """Return the label of a preference: 1 is A, 2 is B, 0 and 1.5 are ties, others soft labels."""
     if isinstance(value, str):
         try:
             value = float(value)

@@ -62,7 +62,7 @@ class ReadReport(Report):
         # only A and B, because many data sets have no ties
         for name, count in zip(CLASSES[:2], self.labels, strict=False):
             if not count and sum(self.labels) >= _ENOUGH and not self.is_ordered:
-                lines.append(f"no label says that {name} is better: check what the labels mean")
+                lines.append(f"no label says that {name} is better: check the labels' meaning")
         if self.bad:
             lines.append(f"rows left out: {_reasons(self.bad)}")
         return lines
@@ -107,7 +107,7 @@ def read_pairs(
 
     The verdict is in the first of these columns that a row has:
 
-    - ``winner_model_a``, ``winner_model_b``, ``winner_tie``: 1 in one of them, 0 in the others.
+    - ``winner_model_a``, ``winner_model_b``, ``winner_tie``: 1 in one of them, 0 in the other two.
     - ``winner``: model_a, model_b, tie or another spelling, or any value of ``label``.
     - ``preference``: 1 if the first answer is better, 2 if the second is, 1.5 or 0 for a tie. Other
       numbers between 1 and 2 give a soft label.
@@ -230,10 +230,11 @@ def each_pair(
 def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool:
     """Return whether verdicts are 1 for the first answer and 2 for the second.
 
-    This is so if the columns of the answers end in 1 and 2, and all numbers are 1 or 2.
+    This is the case if the columns of the answers end in 1 and 2, and all numbers are 1 or 2.
 
     Raises:
-        ValueError: The columns of the answers do not end in 1 and 2, but verdicts are 1 and 2 and
+        ValueError: The columns of the answers end in 1 and 2, but all verdicts are 1, or all are 2.
+            Or the columns do not end in 1 and 2, but in 20 or more rows verdicts are 1 and 2 and
             never 0. Read as 0, 1 and 2, they would mean that the first answer is never better.
     """
     verdicts: set[int] = set()
@@ -261,7 +262,7 @@ def _counts_from_one(rows: Sequence[object], columns: Mapping[str, str]) -> bool
                 'columns={"preference": "label"}'
             )
         return True
-    # in a few rows the first answer may never be better by chance
+    # in only a few rows, it may be chance that the first answer is never better
     if len(verdicts) == 2 and labeled >= _ENOUGH:
         raise ValueError(
             f"read_pairs: expected verdicts 0 (A), 1 (B) and 2 (tie), got only 1 and 2 in "

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PairwiseConfig
 from ..pairs import ROLES, Turn, Words, turns_of
 
-# placeholders for texts, to find what a chat template puts between them
+# placeholders for texts, to find the tokens that a chat template puts between texts
 _MARKS = tuple(f"zqx{k}xqz" for k in "abcde")
 
 
@@ -83,7 +83,7 @@ class Template:
             )
         self.limit = config.max_tokens
         room = self._room("user", "user")
-        # a token for the prompt and one for the answer
+        # at least one token for the prompt and one for the answer
         if room < 2:
             raise ValueError(
                 f"PairwiseDataset: max_tokens is {self.limit}, expected at least "
@@ -93,7 +93,7 @@ class Template:
 
     def _read_pair(self, config: PairwiseConfig) -> None:
         """Read the special tokens that the tokenizer puts around two texts, or around one."""
-        # two short texts show what the tokenizer puts around any two
+        # two short texts show the special tokens that the tokenizer adds to any two texts
         text = self._some_text()
         encoding = self.tokenizer(*((text, text) if self.with_prompt else (text,)))
         owners = encoding.sequence_ids(0)
@@ -151,7 +151,7 @@ class Template:
             told = [whole[0], whole[2], *whole[1:]]
         self._before["system"] = self._special(told[0])
         self._between["system", "user"] = self._special(told[1])
-        # many templates refuse an assistant's turn first: put an empty user's turn before it
+        # many templates reject an assistant's turn at the start: put an empty user's turn before it
         self._before["assistant"] = [*self._before["user"], *self._between["user", "assistant"]]
 
     def _rendered(self, roles: Sequence[str]) -> list[str]:
@@ -184,7 +184,7 @@ class Template:
     def _room(self, first: str, last: str) -> int:
         """Return the number of tokens left for a prompt and an answer.
 
-        The prompt begins with a turn of the role ``first`` and ends with one of ``last``.
+        The prompt begins with a turn of role ``first`` and ends with a turn of role ``last``.
         """
         return (
             self.limit

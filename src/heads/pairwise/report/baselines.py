@@ -16,7 +16,7 @@ from ..pairs import Pair, Words, as_pairs, said_by
 from ..surface import surfaces_of
 from .metrics import alike, at_verdict, pairwise_metrics, shares_of
 
-NEAR = 1.2  # of two answers of similar length, neither is more than this many times as long
+NEAR = 1.2  # answers have similar length if the longer one is at most this many times as long
 
 BASELINES = (
     "the training labels' shares",
@@ -275,7 +275,7 @@ def _fitted(model: Any, seen: _Sides, labels: np.ndarray, new: _Sides) -> Tensor
             rows.append(side[counted])
             targets.append(np.full(counted.sum(), k))
             weights.append(shares[counted, k])
-    if len(present := set(np.concatenate(targets).tolist())) < 2:  # nothing but ties
+    if len(present := set(np.concatenate(targets).tolist())) < 2:  # all labels are ties
         only = torch.full((new[0].shape[0], classes), 1e-9, dtype=torch.float64)
         only[:, present.pop()] = 1.0
         return only.log()

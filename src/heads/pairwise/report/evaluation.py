@@ -95,7 +95,7 @@ class PairwiseReport(Report):
         ]
         for one in self.rivals:
             told = _told(one.accuracy, one.near_accuracy, one.log_loss, one.calibration_error)
-            # this baseline gives A and B the same probability, so its accuracy says nothing
+            # this baseline gives A and B the same probability, so its accuracy has no meaning
             if one.name == BASELINES[0]:
                 told = ("-", "-", *told[2:])
             rows.append((one.name, *told, f"{one.gain:+.4f} ± {one.error:.4f}"))
@@ -207,7 +207,7 @@ def pairwise_report(
     batch_size: int = 32,
     progress: bool = True,
 ) -> PairwiseReport:
-    """Compute a model's metrics on labeled pairs and, with ``train``, those of baselines.
+    """Compute metrics on labeled pairs for a model and, with ``train``, for baselines.
 
     Args:
         model: A `PairwiseModel`.

@@ -25,8 +25,8 @@ _BINS = 15
 _LEAST = 0.02
 MOST = 50.0
 # Prior standard deviation of 1 / temperature, whose prior mean is 1. With 0.5, ten pairs raise the
-# log-loss of a calibrated judge by less than 0.007 nats, and a hundred pairs bring a judge whose
-# verdicts are chance to less than 0.01 nats above always saying one half (both in tests).
+# log-loss of a calibrated judge by less than 0.007 nats. After a hundred pairs, a judge with random
+# verdicts is less than 0.01 nats above always predicting one half. Tests check both values.
 _PRIOR = 0.5
 
 
@@ -40,12 +40,12 @@ class PairwiseMetrics(Report):
             who agree with the verdict.
         log_loss: The log-loss in nats.
         log_loss_prior: The log-loss of always predicting the class frequencies of the labels, with
-            those of A and B averaged.
+            the frequencies of A and B averaged.
         calibration_error: Mean absolute difference of confidence and accuracy over 15 bins of
             confidence, weighted by the number of pairs in a bin.
         flip_rate: Fraction of verdicts that change if A and B are swapped.
-        length_correlation: The correlation of P(A) - P(B) with the length of A minus that of B,
-            over both orders of each pair; nan if either is always 0.
+        length_correlation: The correlation of P(A) - P(B) with the length of A minus the length
+            of B, over both orders of each pair; nan if either is always 0.
         label_length_correlation: The same correlation for the labels.
         confusion: The confusion matrix; rows are labels, columns are verdicts.
     """
@@ -64,7 +64,8 @@ class PairwiseMetrics(Report):
         """Return lines with all metrics except the confusion matrix."""
         return [
             f"{self.pairs} pairs: accuracy {self.accuracy:.1%}",
-            f"log-loss {self.log_loss:.4f} (class frequencies alone: {self.log_loss_prior:.4f})",
+            f"log-loss {self.log_loss:.4f} (class frequencies alone, A and B averaged: "
+            f"{self.log_loss_prior:.4f})",
             f"calibration error {self.calibration_error:.3f}, flip rate {self.flip_rate:.1%}",
             f"correlation with length {self.length_correlation:.2f} (of the labels: "
             f"{self.label_length_correlation:.2f})",
@@ -80,9 +81,9 @@ class PairwiseMetrics(Report):
 
 
 def alike(shares: Tensor) -> Tensor:
-    """Return class frequencies (C,), with those of A and B averaged.
+    """Return class frequencies (C,), with the frequencies of A and B averaged.
 
-    A model that does not read the answers cannot tell A from B.
+    A model that does not read the answers cannot distinguish A from B.
 
     >>> alike(torch.tensor([0.5, 0.25, 0.25]))
     tensor([0.3750, 0.3750, 0.2500])
@@ -126,7 +127,7 @@ def pairwise_metrics(
         labels: Class indices (N,) or soft labels (N, C).
         swapped_log_probabilities: The log-probabilities from pairs with A and B swapped, (N, C),
             with the columns swapped back; used for the flip rate.
-        length_difference: The length of A minus that of B, (N,); used for the correlations.
+        length_difference: The length of A minus the length of B, (N,); used for the correlations.
 
     Returns:
         All metrics; the flip rate and the correlations are nan without their inputs.
@@ -214,7 +215,7 @@ def _best_inverse(logits: Tensor, shares: Tensor, pull: float = 0.0) -> float:
     low = -1.0  # a minimum below -1 counts as -1, because no temperature is negative
     high = 1 / _LEAST
     # the sum is convex in the factor, so bisection on its derivative finds the minimum; 100
-    # halvings are more than a double has digits
+    # halvings are enough, because a double has fewer binary digits
     for _ in range(100):
         middle = (low + high) / 2
         mean = ((middle * logits).softmax(-1) * logits).sum(1).mean()
@@ -256,8 +257,9 @@ def _by_prompt(values: Tensor, prompts: Sequence[object]) -> list[float]:
 def _is_underconfident(logits: Tensor, wanted: Tensor, prompts: Sequence[object]) -> bool:
     """Return whether the judge is underconfident at temperature 1 by over two standard errors.
 
-    The standard error at the best temperature is too small if that temperature is low by chance: in
-    a test with ten pairs, it let one calibrated judge in eight have a temperature below 1.
+    The standard error at the best temperature is too small if that temperature is low by chance.
+    With that error, one calibrated judge in eight got a temperature below 1 in a test with ten
+    pairs.
     """
     probabilities = logits.softmax(-1)
     slopes = ((probabilities - wanted) * logits).sum(1)
@@ -294,8 +296,7 @@ def cautious_temperature(
     1.0
     """
     shares = shares_of(labels, logits.shape[-1])
-    # the same for all classes of a pair, this changes no probability, and large logits lose fewer
-    # digits
+    # subtracting a pair's mean logit changes no probability, and large logits lose fewer digits
     logits = logits.double() - logits.double().mean(1, keepdim=True)
     best = _best_inverse(logits, shares)
     probabilities = (logits * best).softmax(-1)
@@ -313,8 +314,8 @@ def cautious_temperature(
         # if every verdict is right, there is no best temperature, and the fit stops at its limit
         if best < 0.99 / _LEAST:
             error = spread**0.5 / curvature
-        # of independent pairs, the spread is the curvature; if pairs of a prompt are alike, it is
-        # larger, and so many pairs count as one
+        # for independent pairs, the spread equals the curvature. If the pairs of a prompt are
+        # alike, the spread is larger, and `repeats` pairs count as one
         repeats = max(1.0, spread / curvature)
     if best > 1 and (best - 2 * error < 1 or not _is_underconfident(logits, shares, prompts)):
         return Temperature(1.0, best, error)

@@ -23,14 +23,14 @@ _MIN_MOVED = 0.75  # fraction of the sampled values that must have changed after
 
 
 class DeadRunGuard(TrainerCallback):
-    """A callback that stops a run that learns nothing, with an error that says why.
+    """A callback that stops a run that learns nothing, with an error that gives the reason.
 
     A run is dead if more than a quarter of its sampled weights have not changed shortly after
     warm-up. After three tenths of the run, it is also dead if its log-loss is too high in several
     windows of steps in a row. A log-loss is too high if it is not more than a standard error below
-    that of always predicting the class frequencies of the window's labels. Except with link
-    ``"concat"``, the frequencies of A and B are averaged. A run that gives every pair the same
-    verdict is dead by this second criterion.
+    the log-loss of always predicting the class frequencies of the window's labels. Except with link
+    ``"concat"``, the frequencies of A and B are averaged. For example, a run that gives every pair
+    the same probabilities is dead.
 
     In float16 or bfloat16, and at small learning rates, an optimizer step can be less than half of
     a weight's last bit. The weight then never changes, and the run looks as if it learned slowly.
@@ -93,7 +93,7 @@ class DeadRunGuard(TrainerCallback):
         self._poor = 0
         self._first = state.global_step
         self._fair = model.config.link != "concat"
-        # a row of an embedding changes only if its token occurs
+        # embeddings are not watched, because a row changes only if its token occurs
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         weights = [
             p
@@ -125,7 +125,7 @@ class DeadRunGuard(TrainerCallback):
         window = self.window or min(200, max(20, state.max_steps // 10))
         if self._steps < window:
             return
-        # sums over all processes: if only some stopped, the others would wait forever
+        # sums over all processes: if only some processes stopped, the rest would wait forever
         seen = self.trainer.accelerator.reduce(self._seen, "sum").cpu().double()
         self._seen = None
         self._steps = 0

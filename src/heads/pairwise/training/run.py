@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -23,16 +21,15 @@ from transformers import (
 
 from model_components._checkpoints import newest_whole
 from model_components._devices import find_device, is_faster_in_bfloat16
-from model_components._folders import new_file, write_json
+from model_components._folders import names_in, new_file, write_json
 from model_components._hub import find_folder
 from model_components._report import Axes, Figure, Report, Table
 from model_components._runs import RunFolder
 
 from ..data.collate import PairwiseDataset
-from ..data.rows import read_pairs
 from ..judge_config import JudgeConfig
 from ..model import PairwiseModel
-from ..pairs import Pair, as_pairs, split_pairs
+from ..pairs import Pair
 from ..report.baselines import Rival, needs_scikit_learn
 from ..report.evaluation import (
     CalibrationReport,
@@ -42,19 +39,14 @@ from ..report.evaluation import (
 )
 from ..surgery import freeze_
 from ..uncertainty import WIDEST, fit_uncertainty_, width_of
+from .division import divide, labeled_pairs, prompts_of, without_few_ties
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
-_FEWEST = 6  # answering models: with at least this many, some are held out
-# the fraction of a frozen encoder's layers to use, because the upper layers are specialized for the
-# task that it was trained on; MiniLM's lower four judge better than all six (docs/pairwise.md)
+_FEW_PAIRS = 200  # below this, the 95 % interval of an accuracy is wider than ± 7 %
+# the fraction of a frozen encoder's layers to use. The upper layers are specialized for the task
+# that it was trained on; MiniLM's lower four judge better than all six (docs/pairwise.md)
 _FROZEN_SHARE = 2 / 3
-# a model that answers in half of the pairs or more is a reference model, such as AlpacaEval's
-# baseline: holding it out would leave too few pairs to train on
-_REFERENCE_SHARE = 0.5
-# below this share of ties, the judge has no class for them: it would hardly learn when answers tie,
-# and where it is not better than chance, a temperature would make ties likely, too
-_FEW_TIES = 0.05
 
 
 @dataclass(frozen=True)
@@ -109,6 +101,11 @@ class JudgeReport(Report):
         """Return lines on whether the judge beats the strongest baseline, and on the files."""
         lines = []
         for name, report in self._sets().items():
+            pairs = report.metrics.pairs
+            if pairs < _FEW_PAIRS:
+                # half of the 95 % interval of a share near one half
+                error = 1.96 * 0.5 / pairs**0.5
+                lines.append(f"{name}: only {pairs} pairs, so its accuracy is ± {error:.0%}")
             rival = _strongest(report)
             # if all pairs have one prompt, the error is nan, and the judge is not called better
             if rival.gain > 2 * rival.error:
@@ -129,8 +126,7 @@ class JudgeReport(Report):
             )
         for name in self.shares_prompts:
             lines.append(f"{name}: there are so few prompts that some also occur in training pairs")
-        files = [name for name in _RESULTS if (self.out / name).exists()]
-        return [*lines, f"in {self.out}: {', '.join(files)}"]
+        return [*lines, f"in {self.out}: {', '.join(names_in(self.out))}"]
 
     def _sets(self) -> dict[str, PairwiseReport]:
         sets = {"home (prompts)": self.home}
@@ -168,20 +164,6 @@ def _strongest(report: PairwiseReport) -> Rival:
     return min(report.rivals, key=lambda rival: rival.log_loss)
 
 
-class _Parts(NamedTuple):
-    """The pairs of a run, divided by their use."""
-
-    train: list[Pair]
-    choose_epoch: list[Pair]
-    calibrate: list[Pair]
-    home: list[Pair]
-    away: list[Pair]
-
-    def seen(self) -> list[Pair]:
-        """Return all pairs used to train the judge, to choose its epoch or to calibrate it."""
-        return [*self.train, *self.choose_epoch, *self.calibrate]
-
-
 def train_judge(
     pairs: str | Path | Iterable[Mapping[str, object]] | Sequence[Pair],
     encoder: str | Path,
@@ -207,7 +189,7 @@ def train_judge(
     Args:
         pairs: Labeled pairs: a file, rows or `Pair`s; see `read_pairs` for the formats.
         encoder: Folder or hub id of an encoder or a language model.
-        out: Output folder: a new path, or the folder of the same run, unfinished.
+        out: Output folder: a new path, or the folder of the same run if that is not finished.
         columns: Names of the columns, as in `read_pairs`.
         device: The device to compute on.
         progress: Whether to show progress bars.
@@ -225,21 +207,21 @@ def train_judge(
     config = JudgeConfig.from_dict(settings)
     needs_scikit_learn("train_judge")
     device = find_device(device, "train_judge")
-    labeled, read = _labeled(pairs, columns)
-    labeled, left_out = _decided(labeled, config)
+    labeled, read = labeled_pairs(pairs, columns)
+    labeled, left_out = without_few_ties(labeled, config)
     if left_out:
         read += f"\n{left_out} ties left out (ties='keep' keeps them)"
     folder = find_folder(encoder, operation="train_judge")
     out = Path(out)
     set_seed(config.seed)
-    parts, unseen = _split(labeled, config)
+    parts, unseen = divide(labeled, config)
     model = _model(folder, labeled, config, device)
     data = {}
     for use, part in parts._asdict().items():
         # only `away` may be empty
         if part:
             data[use] = model.dataset(part, progress=progress)
-    # before anything is encoded or written
+    # check the data before anything is encoded or written
     check_training_data(data["train"], model)
     arguments = _arguments(out, config, device, progress)
     run = RunFolder(
@@ -281,91 +263,14 @@ def train_judge(
         for name in ("home", "away"):
             if name in data:
                 reports[name] = pairwise_report(model, data[name], train=seen, progress=progress)
-        asked = _prompts(seen)
-        shared = tuple(name for name in reports if asked & _prompts(getattr(parts, name)))
+        asked = prompts_of(seen)
+        shared = tuple(name for name in reports if asked & prompts_of(getattr(parts, name)))
         report = JudgeReport(
             out, reports["home"], reports.get("away"), unseen, calibration, read, shared
         )
         model.save_pretrained(out / "model", report=report.home)
         _write(report, out)
     return report
-
-
-def _labeled(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
-    """Return labeled pairs, and a text on what was read."""
-    if isinstance(pairs, Sequence) and pairs and isinstance(pairs[0], Pair):
-        # soft labels of two fractions mean data without ties
-        has_two = any(isinstance(p.label, Sequence) and len(p.label) == 2 for p in pairs)
-        labeled = as_pairs("train_judge", pairs, 2 if has_two else 3)
-        read = f"{len(labeled)} pairs"
-    else:
-        labeled, report = read_pairs(pairs, columns=columns)
-        read = str(report)
-    bare = sum(pair.label is None for pair in labeled)
-    if bare:
-        raise ValueError(f"train_judge: expected labeled pairs, got {bare} without a label")
-    return labeled, read
-
-
-def _decided(pairs: list[Pair], config: JudgeConfig) -> tuple[list[Pair], int]:
-    """Return the pairs to use, and the number of ties that are left out; see `JudgeConfig`."""
-    tied = 0.0
-    for pair in pairs:
-        tied += sum(pair.label[2:]) if isinstance(pair.label, tuple) else pair.label == 2
-    if config.ties == "keep" or (config.ties == "auto" and tied >= _FEW_TIES * len(pairs)):
-        return pairs, 0
-    kept = []
-    for pair in pairs:
-        label: Any = pair.label
-        if isinstance(label, tuple):
-            votes = sum(label[:2])
-            if votes:
-                kept.append(pair._replace(label=(label[0] / votes, label[1] / votes)))
-        elif label != 2:
-            kept.append(pair)
-    if not kept:
-        raise ValueError(
-            f"train_judge: expected pairs of which one answer is better, got {len(pairs)} ties"
-        )
-    return kept, len(pairs) - len(kept)
-
-
-def _prompts(pairs: list[Pair]) -> set[str]:
-    """Return the prompts of pairs that have one."""
-    return {str(pair.prompt) for pair in pairs if pair.prompt}
-
-
-def _split(pairs: list[Pair], config: JudgeConfig) -> tuple[_Parts, tuple[str, ...]]:
-    """Split pairs by prompt and answering model; also return the names of held-out models."""
-    counts: Counter[str] = Counter()
-    for pair in pairs:
-        counts.update(filter(None, pair.writers))
-    names = sorted(name for name, n in counts.items() if n < _REFERENCE_SHARE * len(pairs))
-    held = config.unseen_writers
-    if held is None:
-        held = len(names) // 6 if len(names) >= _FEWEST else 0
-    if held >= len(names) and held:
-        raise ValueError(
-            f"train_judge: unseen_writers is {held}, expected fewer than the {len(names)} "
-            "models that answer in less than half of the pairs"
-        )
-    unseen = tuple(sorted(random.Random(config.seed).sample(names, held)))
-    away = [pair for pair in pairs if set(unseen) & set(pair.writers)]
-    near = [pair for pair in pairs if not set(unseen) & set(pair.writers)]
-    if unseen and len(near) < len(away):
-        raise ValueError(
-            f"train_judge: unseen_writers={held} leaves {len(near)} of {len(pairs)} pairs to train "
-            "on, expected at least half; lower unseen_writers"
-        )
-    share = config.held_out
-    train, choose_epoch, calibrate, home = split_pairs(
-        near, (1 - 3 * share, share, share, share), seed=config.seed
-    )
-    parts = _Parts(train, choose_epoch, calibrate, home, away)
-    # unseen models are tested on unseen prompts, unless no such pair is left
-    asked = _prompts(parts.seen())
-    fresh = [pair for pair in away if str(pair.prompt) not in asked]
-    return parts._replace(away=fresh or away), unseen
 
 
 def _dtype(config: JudgeConfig, device: str) -> torch.dtype:
@@ -415,8 +320,8 @@ def _model(folder: Path, pairs: list[Pair], config: JudgeConfig, device: str) ->
     except ValueError:
         if depth is None or config.depth is not None:
             raise
-        # some families cannot do without their upper layers, for example if layers share
-        # parameters; any other fault raises again
+        # some model families need their upper layers, for example because layers share
+        # parameters; any other error is raised again
         model = made(None)
     freeze_(model, config.freeze)
     return model.to(device)
@@ -467,7 +372,7 @@ def _trainer(
         train_dataset=train,
         eval_dataset=held_out,
         layer_decay=config.layer_decay,
-        # with a frozen encoder, the learning rate is that of the head
+        # with a frozen encoder, the learning rate is the head's
         head_lr_ratio=config.head_lr_ratio if config.trains_encoder else 1.0,
         callbacks=[EarlyStoppingCallback(3)],
     )

@@ -29,7 +29,7 @@ from ..report.metrics import pairwise_metrics
 from .guard import DeadRunGuard
 from .parameters import parameter_groups
 
-# number of pairs to estimate the scales of features from, before and after `encode_`
+# number of pairs from which the scales of features are estimated, without and with `encode_`
 _SOME = 256
 _ALL = 20_000
 
@@ -110,7 +110,7 @@ class PairwiseTrainer(StepTrainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a model for a run, with its head initialized from the training data."""
         judge: Any = super().call_model_init(trial)
-        if hasattr(self, "train_dataset"):  # not while the stock trainer is being constructed
+        if hasattr(self, "train_dataset"):  # not while Trainer is being constructed
             self._begin(judge)
         return judge
 
@@ -185,8 +185,8 @@ class PairwiseTrainer(StepTrainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> EvalLoopOutput:
         """Return predictions and metrics; the loss is over all pairs, each counted once.
 
-        With several processes, the stock loss counts some pairs twice: pairs of the first process
-        also fill up the last batches of other processes.
+        With several processes, the loss of `transformers.Trainer` counts some pairs twice, because
+        pairs of the first process also fill up the last batches of other processes.
         """
         output = super().evaluation_loop(*args, **named)
         config = self.judge.config
@@ -216,7 +216,7 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"PairwiseTrainer: expected one GPU per process, got {args.n_gpu}; DataParallel would "
             "split packed sequences, so start the script with torchrun"
         )
-    # the stock trainer smooths labels in its own compute_loss; here the argument has no effect
+    # Trainer smooths labels in its own compute_loss, so here the argument would have no effect
     if args.label_smoothing_factor:
         raise ValueError(
             "PairwiseTrainer: expected label_smoothing_factor=0, got "

@@ -22,7 +22,7 @@ from model_components._autograd import (
     wants_graph,
 )
 
-# elements blended at a time: as many as a CPU cache holds, or enough for few GPU launches
+# elements blended at a time: as many as a CPU cache holds, or so many that few GPU launches suffice
 _STRETCH = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -107,7 +107,7 @@ def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) 
         g = grad[piece].to(work)
         for total, weight in zip(out, weights, strict=True):
             part = part_of(total, piece)
-            # part is a view, in which pieces add up if masks broadcast over rows
+            # part is a view of total, so if masks broadcast over rows, the pieces add up in it
             part += torch.mul(g, weight[piece]).sum_to_size(part.shape)
     return out
 

@@ -1,8 +1,8 @@
 """Linear layers whose weights are sums of masked frozen weights.
 
 No blended weight is kept until backward. With dW = Gᵀ X, where G is the gradient of the output, the
-masks' gradient is reduce(dW * W_k). Backward builds W and dW in blocks of input columns, so neither
-is ever in memory as a whole there.
+masks' gradient is reduce(dW * W_k). Backward builds W and dW in blocks of input columns, so it
+never holds all of W or dW in memory.
 
 Letters: K components, O out_features, I in_features, *B any leading shape.
 """
@@ -26,10 +26,10 @@ from model_components._autograd import (
 from .blend import blend_any, blend_plain, part_of, pieces, reduce_any
 
 Rule = Callable[[Tensor], Tensor]
-# elements of a weight that a step of backward builds, 4 and 64 MiB of float32:
+# number of weight elements that a step of backward builds: 4 MiB (CPU) and 64 MiB (GPU) in float32;
 # on a GPU, fewer launches matter more than memory
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 24}
-_NARROWEST = 128  # least number of columns per step; products with fewer are slow
+_NARROWEST = 128  # smallest number of columns per step; products with fewer columns are slow
 
 
 def _column_blocks(weights: Sequence[Tensor], transposed: bool) -> Iterator[slice]:
@@ -181,7 +181,7 @@ def _accurate_gradients(
     for columns in _column_blocks(weights, ctx.transposed):
         index = (slice(None),) * dim + (columns,)
         parts = [weight[index] for weight in weights]
-        # + 1, because the first dimension of masks is that of the components
+        # + 1, because the first dimension of masks counts the components
         mask = part_of(masks, columns, dim + 1)
         if need_x:
             weight = blend_any(parts, mask, ctx.fused).to(grad.dtype)
@@ -199,7 +199,7 @@ def _accurate_gradients(
             part = reduce_any(dw, parts, mask.shape, ctx.fused)
             if dm is None:
                 dm = torch.zeros(masks.shape, dtype=part.dtype, device=part.device)
-            # a view, in which blocks add up if masks broadcast over columns
+            # dm_part is a view of dm, so if masks broadcast over columns, the blocks add up in it
             dm_part = part_of(dm, columns, dim + 1)
             dm_part += part
     return dx, dm

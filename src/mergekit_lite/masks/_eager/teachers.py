@@ -96,7 +96,7 @@ class Teachers:
             scaled = (entropies.amin(0) - entropies) / self.confidence_temperature
             log_shares = scaled.log_softmax(0)
         else:
-            # argmin gives the index of a NaN if there is one, so the loss becomes NaN, too
+            # if there is a NaN, argmin returns its index, so the loss also becomes NaN
             others = F.one_hot(entropies.argmin(0), len(logs)).T == 0
             log_shares = torch.zeros_like(entropies).masked_fill_(others, -math.inf)
         mixture = logs[0].add_(log_shares[0, :, None])
@@ -134,7 +134,7 @@ def reverse_kl(target: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     p = logs.exp()
     difference = logs.sub_(target).masked_fill_(p == 0, 0)
     rows = (p * difference).sum(-1, keepdim=True)
-    # the gradient through softmax: each difference, less its mean under p
+    # the gradient through softmax: p times (each difference minus the mean difference under p)
     return rows.sum(dtype=torch.float64), difference.sub_(rows).mul_(p)
 
 

@@ -39,7 +39,7 @@ class MaskCollator:
     tokens. Either all examples of a batch have a task, or none has one. Coefficients such as
     ``"evidence"`` need no task.
 
-    Padding that a tokenizer added is removed, as marked by the ``attention_mask``.
+    Padding that a tokenizer added, which the ``attention_mask`` marks, is removed.
     ``token_type_ids`` are kept.
 
     Args:
@@ -87,7 +87,7 @@ class MaskCollator:
         for row in rows:
             examples += row
         padding = {"input_ids": self.pad_token_id, "labels": -100}
-        # position 0 makes a padding token an example of its own, so packed rows need no mask
+        # position 0 makes each padding token a separate example, so packed rows need no mask
         padding["position_ids" if self.pack else "attention_mask"] = 0
         if "token_type_ids" in examples[0]:
             padding["token_type_ids"] = 0
@@ -139,8 +139,8 @@ class MaskCollator:
         else:
             if labels is not None and len(labels) != len(given_ids):
                 raise ValueError(
-                    f"MaskCollator: an example has {len(given_ids)} tokens, expected as many "
-                    f"labels, got {len(labels)}"
+                    "MaskCollator: expected one label per token, got an example with "
+                    f"{len(given_ids)} tokens and {len(labels)} labels"
                 )
             example["labels"] = own(given_ids if labels is None else labels).clone()
             # a slice, since an example may be empty
@@ -165,7 +165,7 @@ def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int
 def _component(task: SupportsIndex) -> int:
     """Return a task, an integer of any type, as the index of a component."""
     try:
-        # operator.index accepts integers of numpy and torch, but not 1.0; it would turn True into 1
+        # operator.index accepts integers of numpy and torch, rejects 1.0, and turns True into 1
         index = -1 if isinstance(task, bool) else operator.index(task)
     except (TypeError, ValueError):
         index = -1

@@ -79,7 +79,7 @@ class TaskMixture(Dataset):
                     counts[task] = max(1, counts[task])
         rng = random.Random(seed)
         for own, count in zip(places, counts, strict=True):
-            # nothing is drawn without weights, so that examples keep their order
+            # without weights, nothing is drawn, so that examples keep their order
             self._places += own if weights is None else _drawn(rng, own, count)
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class TaskMixture(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         task, dataset, place = self._places[index]
-        # last, so that it replaces a task that the example may have
+        # "task" comes last, so that it replaces a task that the example may have
         return {**self.datasets[task][dataset][place], "task": task}
 
 
@@ -158,7 +158,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     """Return integers that sum to ``total``, as nearly in proportion to weights as possible."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
-    # the remainder goes to the numbers that rounding down reduced most
+    # distribute the remainder to the numbers that rounding down reduced most
     by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
     for place in by_loss[: total - sum(counts)]:
         counts[place] += 1

@@ -76,10 +76,10 @@ def cache_teachers(
 ) -> CachedTeachers:
     """Run the teachers once and store their final hidden states at supervised positions.
 
-    Training on the result runs no teacher, and gives the same loss. A hidden state has H values,
-    and logits have V, some 40 times as many. Files are memory-mapped. After an interruption, the
-    same call continues where it stopped. Under torchrun, let one process write the cache before the
-    others start.
+    Training on the result runs no teacher, and gives the same loss. Hidden states are stored
+    because they are small: H values per position, while logits have V values, some 40 times as
+    many. Files are memory-mapped. After an interruption, the same call continues where it stopped.
+    Under torchrun, let one process write the cache before the other processes start.
 
     Args:
         merger: The merger, whose components are the teachers.
@@ -88,7 +88,7 @@ def cache_teachers(
         folder: The folder to write. It may hold the cache of an earlier call with the same
             arguments.
         kl: The settings of the training. With ``coefficients="task"``, only the hidden states of
-            each example's own teacher are stored, otherwise those of all teachers.
+            each example's own teacher are stored, otherwise the hidden states of all teachers.
         batch_size: Number of examples per forward pass.
         progress: Whether to show a progress bar.
 

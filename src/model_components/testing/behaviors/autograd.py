@@ -25,7 +25,7 @@ from .subject import (
 
 # The step of finite differences in float64, where errors of rounding and curvature are similar
 _STEP = 1e-6
-# A derivative that is below this share of the largest may be only a rounding error
+# A derivative that is below this share of the largest derivative may be only a rounding error
 _SMALL = 1e-2
 # Allowed relative error of a finite difference, with a margin for strong curvature
 _FINITE = 1e-3
@@ -89,7 +89,7 @@ def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> N
     error = size(actual.detach() - slope)
     require(
         error <= most,
-        f"{what}: expected at most {most:.1e} from the finite difference, got {error:.1e}",
+        f"{what}: expected to match the finite difference up to {most:.1e}, got error {error:.1e}",
     )
 
 
@@ -149,7 +149,7 @@ def gradient_penalty(subject: Subject) -> None:
             along = torch.zeros_like(slope)
         else:
             along = (gradient * move).sum()
-        # a gradient that is zero in theory is compared at the scale of the others
+        # a gradient that is zero in theory is compared at the scale of the other gradients
         _agrees(f"the penalty's gradient of {name}", along, slope, _SMALL * largest)
 
 
@@ -283,7 +283,7 @@ def checkpointed(subject: Subject) -> None:
 
 
 def saved_tensors_offloaded(subject: Subject) -> None:
-    """Check that hooks on saved tensors, such as those of CPU offloading, change nothing."""
+    """Check that hooks on saved tensors, such as CPU offloading uses, change no result."""
     module = subject.module()
     expected = subject.step(module)
     with save_on_cpu():
@@ -346,7 +346,7 @@ def optimizers(subject: Subject) -> None:
             twin = copy.deepcopy(module)
             twin_parameters = list(trained(twin).values())
             for parameter, gradient in zip(twin_parameters, actual, strict=True):
-                # the same gradients for all, so that only the optimizer's step can differ
+                # use the same gradients for all optimizers, so that only their steps can differ
                 parameter.grad = gradient
             foreach = option == "foreach"
             fused = option == "fused"

@@ -60,7 +60,7 @@ def state_dict_assigned(subject: Subject) -> None:
     empty.load_state_dict(state, assign=True)
     for parameter in empty.parameters():
         require(not parameter.is_meta, "a parameter stayed on the meta device")
-    same(subject.step(empty), expected, "the module that was assigned a state")
+    same(subject.step(empty), expected, "the module after load_state_dict with assign=True")
 
 
 def meta_device(subject: Subject) -> None:
@@ -87,12 +87,12 @@ def state_replaced_after_use(subject: Subject) -> None:
     other = subject.module()
     _disturb_(other)
     state = copy.deepcopy(other.state_dict())
-    # in evaluation mode only, a module may keep a computed weight
+    # test both modes, because a module may keep a computed weight in evaluation mode only
     for mode in (True, False):
         other.train(mode)
         module.train(mode)
         with torch.no_grad():
-            # fills whatever the module keeps from one call to the next
+            # fills any cache that the module keeps between calls
             subject.call(module, *subject.inputs())
             expected = subject.call(other, *subject.inputs())
         before = copy.deepcopy(module.state_dict())

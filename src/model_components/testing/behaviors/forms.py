@@ -14,7 +14,7 @@ _HALF_PRECISION = 0.1
 
 
 def float64(subject: Subject) -> None:
-    """Check that the output and gradients in float64 agree with those in float32."""
+    """Check that the float64 output and gradients agree with the float32 ones."""
     expected = subject.step(subject.module())
     actual = subject.step(subject.module(torch.float64))
     _check_dtypes(actual, torch.float64)
@@ -22,12 +22,12 @@ def float64(subject: Subject) -> None:
 
 
 def bfloat16(subject: Subject) -> None:
-    """Check that the output and gradients in bfloat16 are close to those in float32."""
+    """Check that the bfloat16 output and gradients are close to the float32 ones."""
     _half(subject, torch.bfloat16)
 
 
 def float16(subject: Subject) -> None:
-    """Check that the output and gradients in float16 are close to those in float32."""
+    """Check that the float16 output and gradients are close to the float32 ones."""
     _half(subject, torch.float16)
 
 
@@ -78,7 +78,7 @@ def leading_dimensions(subject: Subject) -> None:
 
 def batch_of_one(subject: Subject) -> None:
     """Check that a single row gives the same output as in a batch."""
-    # in training mode, a batch normalization rightly depends on the whole batch
+    # evaluation mode, because in training a batch normalization depends on the whole batch
     module = subject.module().eval()
     y = subject.call(module, *subject.inputs())
     near("a row alone", subject.call(module, *(x[:1] for x in subject.inputs())), y[:1])
@@ -104,7 +104,7 @@ def strided_inputs(subject: Subject) -> None:
     """Check that inputs that are not contiguous give the same output."""
     module = subject.module()
     expected = subject.call(module, *subject.inputs())
-    # every second number of tensors that are twice as large
+    # take every second number of tensors that are twice as large
     strided = [torch.stack([x.detach(), x.detach()], -1)[..., 0] for x in subject.inputs()]
     near("the output", subject.call(module, *strided), expected)
 

@@ -27,7 +27,8 @@ class Subject:
     Args:
         make: A function that makes the module.
         inputs: The arguments of the module's forward.
-        output: A function that makes one tensor of the forward's result; None if it is a tensor.
+        output: A function that turns the forward's result into one tensor; None if the result is
+            one tensor already.
         backend: The backend of `torch.compile`.
     """
 
@@ -62,7 +63,7 @@ class Subject:
 
     def call(self, module: Callable[..., object], *inputs: Tensor) -> Tensor:
         """Return a module's output as one tensor."""
-        # so that a forward that draws random numbers draws the same ones in each call
+        # seed, so that a forward that draws random numbers draws the same numbers in each call
         torch.manual_seed(0)
         result = module(*inputs)
         if self.output is not None:
@@ -70,7 +71,7 @@ class Subject:
         if not isinstance(result, Tensor):
             raise TypeError(
                 f"check_module: the forward returns {type(result).__name__}, expected a tensor; "
-                "pass a function to output= that makes a tensor of the result"
+                "pass a function to output= that turns the result into a tensor"
             )
         return result
 
@@ -180,7 +181,7 @@ def same(
     """Raise `WrongResult` unless two training steps gave the same output and gradients.
 
     Errors of gradients are relative to the largest gradient, because some gradients are zero in
-    theory and consist of rounding errors only, such as that of a bias before a normalization.
+    theory and consist of rounding errors only, such as a bias's gradient before a normalization.
     """
     require(
         actual.keys() == expected.keys(),

@@ -32,7 +32,7 @@ def called_functionally(subject: Subject) -> None:
     state = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         for parameter in trained(module).values():
-            # to detect a module that reads its own parameters instead of the given state
+            # detects a module that reads its own parameters instead of the given state
             parameter.add_(1.0)
 
     def call(*inputs: Tensor) -> object:
@@ -163,7 +163,7 @@ def exported(subject: Subject) -> None:
 
 
 class _Wrapped(nn.Module):
-    """A module whose forward takes ``*inputs``, whatever the names of the inner arguments."""
+    """A wrapper whose forward takes ``*inputs``, so that argument names do not matter."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

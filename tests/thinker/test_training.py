@@ -411,6 +411,7 @@ def test_it_learns_to_copy(tmp_path):
     assert last["difficulty"] == 3
 
 
+@pytest.mark.slow
 def test_it_learns_a_scan_and_runs_it_longer(tmp_path):
     """The short twin of `examples/think_longer.py`: parity of five bits becomes parity of twelve,
     and stays."""

@@ -338,18 +338,6 @@ def test_every_kind_of_run_gets_its_verdict(kind, every):
             assert (spike.learning_rate, spike.grad_norm) == (1e-3, 1.0)
 
 
-def test_a_hump_of_many_small_steps_is_a_spike():
-    """Of 1.2 nats over 20 steps: four times the noise of a batch, and gone afterwards."""
-    hump = lambda step: 1.2 * (300 <= step < 320)  # noqa: E731
-    for seed in range(20):
-        (spike,) = tuning_report(curve(hump, CURVES["no problem found"][1], 1, seed)).spikes
-        assert 300 < spike.step <= 320
-        assert 10 <= spike.entries <= 40
-        assert not tuning_report(
-            curve(lambda step: 0.0, CURVES["no problem found"][1], 1, seed)
-        ).spikes
-
-
 def test_a_training_loss_that_ends_above_its_start_diverges():
     log = log_of([2.0 - i / 100 for i in range(50)] + [1.5 + i * 1.3 / 50 for i in range(51)])
     report = tuning_report(log)

@@ -25,7 +25,6 @@ _FEWEST = 3  # minimum number of earlier log entries for this median
 # must exceed it by _SUSTAINED, or a single loss by _SINGLE
 _SUSTAINED = 5.0
 _SINGLE = 15.0
-_HUMPS = (5, 10, 20, 40)  # lengths of long and low spikes to search for, in log entries
 _RISE = 0.3  # minimum rise of a level, in nats: a third more perplexity
 _CERTAIN = 6.0  # minimum rise of a level, in standard errors
 _MEDIAN = 1.57  # variance of the median of normal noise, divided by the variance of its mean
@@ -44,7 +43,6 @@ class Spike(NamedTuple):
         step: The step at which the loss is highest.
         loss: The loss at this step, in nats.
         usual: The median loss of the log entries before the spike.
-        entries: The number of log entries that the spike spans.
         learning_rate: The learning rate at this step, or None if it was not logged.
         grad_norm: The gradient norm before clipping at this step, or None if it was not logged.
     """
@@ -52,15 +50,12 @@ class Spike(NamedTuple):
     step: int
     loss: float
     usual: float
-    entries: int
     learning_rate: float | None
     grad_norm: float | None
 
     def __str__(self) -> str:
-        """Return the spike's step, loss and length, and its rate and gradient norm if logged."""
+        """Return the spike's step and loss, and its rate and gradient norm if logged."""
         text = f"spike at step {self.step}: loss {self.loss:.3f}, usual {self.usual:.3f}"
-        if self.entries > 1:
-            text += f", over {self.entries} log entries"
         if self.learning_rate is not None:
             text += f", learning rate {self.learning_rate:.3g}"
         if self.grad_norm is not None:
@@ -232,11 +227,9 @@ def tuning_report(
       than 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of the
       range of their losses takes the place of 4 times the noise.
     - spikes: a training loss is 15 standard deviations above the median of the 40 losses before it.
-      Or two losses, at most two entries apart, are each 5 standard deviations above this median. Or
-      the mean of 5 to 40 losses is above this median by 0.3 nats and 6 standard errors, and the
-      loss then falls by half of that rise. If each entry is the mean of many steps, 0.3 nats and 6
-      standard deviations can be enough for a single entry. Noise with heavy tails may still be
-      reported as a spike.
+      Or two losses, at most two entries apart, are each 5 standard deviations above this median. If
+      each entry is the mean of many steps, 0.3 nats and 6 standard deviations can be enough for a
+      single entry. Noise with heavy tails may still be reported as a spike.
     - still improves: the last held-out loss is the lowest, and it is below the loss a third of the
       run earlier by more than ``tolerance`` and by more than 4 times the noise. Without held-out
       losses, the last tenth of the training losses has a lower level than the tenth before it, by
@@ -492,29 +485,24 @@ def _rises(entries: LossLog) -> bool:
 
 
 def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
-    """Return the spikes of the training loss; if spikes overlap, return only the clearest one."""
+    """Return the spikes of the training loss; entries that are close together are one spike."""
     losses = [entry.loss for entry in entries]
     noise = _noise(losses)
     usual = [math.inf] * min(_FEWEST, len(losses))
     for place in range(_FEWEST, len(losses)):
         usual.append(statistics.median(losses[max(0, place - _WINDOW) : place]))
     above = [(loss - level) / noise for loss, level in zip(losses, usual, strict=True)]
-    found = [(above[place], place, 1) for place in _steep(entries, above, noise)]
-    found += _humps(losses, usual, noise)
-    spikes: list[Spike] = []
-    taken: set[int] = set()
-    for _, start, length in sorted(found, reverse=True):
-        covered = range(start, start + length)
-        if not taken.isdisjoint(covered):
-            continue
-        # entries close to the spike, on both sides, belong to it
-        margin = max(_LEVEL, length)
-        taken |= set(range(start - margin, start + length + margin))
-        top = entries[max(covered, key=losses.__getitem__)]
-        spikes.append(
-            Spike(top.step, top.loss, usual[start], length, top.learning_rate, top.grad_norm)
-        )
-    return sorted(spikes)
+    groups: list[list[int]] = []
+    for place in _steep(entries, above, noise):
+        if groups and place - groups[-1][-1] <= _LEVEL:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    spikes = []
+    for group in groups:
+        top = entries[max(group, key=losses.__getitem__)]
+        spikes.append(Spike(top.step, top.loss, usual[group[0]], top.learning_rate, top.grad_norm))
+    return spikes
 
 
 def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -> list[int]:
@@ -538,23 +526,3 @@ def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -
         if sustained or alone:
             places.append(place)
     return places
-
-
-def _humps(
-    losses: Sequence[float], usual: Sequence[float], noise: float
-) -> list[tuple[float, int, int]]:
-    """Return stretches of entries whose mean loss is clearly above the usual loss.
-
-    Each stretch is a tuple of its height in standard errors, its first index and its length.
-    """
-    found = []
-    for length in _HUMPS:
-        for start in range(_FEWEST, len(losses) - length):
-            rise = statistics.fmean(losses[start : start + length]) - usual[start]
-            before = min(start, _WINDOW)
-            error = noise * (1 / length + _MEDIAN / before) ** 0.5
-            after = statistics.median(losses[start + length :][:length])
-            comes_back = after < usual[start] + rise / 2
-            if comes_back and rise > max(_RISE, _CERTAIN * error):
-                found.append((rise / error, start, length))
-    return found

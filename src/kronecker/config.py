@@ -244,7 +244,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def descends(self) -> bool:
-        """Return whether all matrices of an MLP are fitted by gradient descent."""
+        """Whether all matrices of an MLP are fitted by gradient descent."""
         return self.chosen_method != "fast" and self.epochs > 0
 
     @property

@@ -190,7 +190,7 @@ def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
 def _check_linear(
     x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, impl: str, order: str
 ) -> None:
-    """Raise a ValueError for an unknown impl or order, or if x or the bias does not fit."""
+    """Raise a ValueError for an unknown impl or order, or for a wrong shape of x or the bias."""
     _, o1, i1 = a.shape
     _, o2, i2 = b.shape
     check_choice("kron_linear", "impl", impl, IMPLS)

@@ -84,6 +84,14 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         if not (checkpoint / name).is_file():
             return f"it has no {name}"
     contents = sorted(checkpoint.iterdir())
+    return (
+        _missing_in(checkpoint, contents)
+        or _damaged_in(contents, needed)
+        or _problem_of_state(checkpoint)
+    )
+
+
+def _missing_in(checkpoint: Path, contents: Sequence[Path]) -> str:
     # FSDP and DeepSpeed save weights and optimizers in subfolders
     if not any(path.is_dir() and _SHARDED.match(path.name) for path in contents):
         weights = [path for path in contents if path.suffix in (".safetensors", ".bin")]
@@ -93,6 +101,10 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         for name in _OPTIMIZER:
             if not (checkpoint / name).is_file():
                 return f"it has no {name} (save_only_model leaves it out)"
+    return ""
+
+
+def _damaged_in(contents: Sequence[Path], needed: Sequence[str]) -> str:
     for path in contents:
         if path.is_dir():
             continue
@@ -102,7 +114,7 @@ def problem_of(checkpoint: Path, needed: Sequence[str] = ()) -> str:
         is_of_torch = path.name in needed or _OF_TORCH.fullmatch(path.name)
         if is_of_torch and path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             return f"{path.name} is damaged"
-    return _problem_of_state(checkpoint)
+    return ""
 
 
 def _problem_of_state(checkpoint: Path) -> str:

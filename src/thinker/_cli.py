@@ -63,7 +63,8 @@ def evaluate(
         folder: Folder that think train wrote.
         lengths: Lengths of the held-out samples; default: --length and --lengths of think train.
         n_steps: Numbers of thinking steps to compare; default: n, 2n + 6 and 4n for length n
-            if the model has a latent for each token, otherwise 1, 2, 4, 8, 16 and 32.
+            if the model has a latent for each token, otherwise 1, 2, 4, 8, 16 and 32. n
+            includes the length of an answer that follows the input.
         samples: Number of held-out samples of each length.
         seed: Random seed of the data.
         device: Device to run on, such as cpu or cuda.

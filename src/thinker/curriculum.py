@@ -264,7 +264,8 @@ class CurriculumDataset(IterableDataset):
             if self.schedule.initial():
                 raise ValueError(
                     f"CurriculumDataset: num_workers is {info.num_workers}; expected 0, since "
-                    f"{type(self.schedule).__name__} follows accuracy, which workers do not see"
+                    f"{type(self.schedule).__name__} uses the measured accuracy, which is not sent "
+                    "to workers"
                 )
             stride = info.num_workers
             if not self._is_spread:  # a persistent worker enters here again

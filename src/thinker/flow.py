@@ -307,14 +307,18 @@ class FlowPlan:
         return "\n".join(lines)
 
 
-def _rows_of(table: str) -> list[Mapping[str, object]]:
-    """Return the rows of a Markdown table as mappings from columns to cells."""
+def _cells_of(table: str) -> list[list[str]]:
     lines = [line.strip() for line in table.splitlines() if line.strip()]
     # if the first line has an outer bar, all lines have one
     for bar in (str.removeprefix, str.removesuffix):
         if lines and bar(lines[0], "|") != lines[0]:
             lines = [bar(line, "|") for line in lines]
-    cells = [[c.strip() for c in line.split("|")] for line in lines]
+    return [[c.strip() for c in line.split("|")] for line in lines]
+
+
+def _rows_of(table: str) -> list[Mapping[str, object]]:
+    """Return the rows of a Markdown table as mappings from columns to cells."""
+    cells = _cells_of(table)
     if not cells:
         return []
     names = [c.lower() for c in cells[0]]

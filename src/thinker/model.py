@@ -256,16 +256,10 @@ class LatentThinker(CompleteModel):
         check_numbers(n_step, n_latent, grad_steps, step_noise)
         check_exit(config, exit_rule)
         rows = chosen_rows(config, plan, n_step)
-        noise = step_noise
-        if noise is None:
-            noise = config.step_noise if self.training else 0.0
+        noise = self._step_noise(step_noise)
         if generator is None and (noise or (carry is None and config.latent_init == "noise")):
             generator = self._evaluation_generator(context.index.device)
-        if carry is None:
-            state = self._start(context, n_latent, generator)
-        else:
-            state = carry
-            check_latents(config, n_latent, carry.latents.shape, context.shape, carried=True)
+        state = self._first_state(context, n_latent, carry, generator)
         keep = chosen_steps(output_steps, rows)
         first_grad = 0
         if grad_steps is not None:
@@ -307,6 +301,25 @@ class LatentThinker(CompleteModel):
             steps=torch.full((latents.shape[0],), len(rows), device=latents.device),
         )
 
+    def _step_noise(self, chosen: float | None) -> float:
+        """Return the standard deviation of the step noise, which by default is 0 in evaluation."""
+        if chosen is not None:
+            return chosen
+        return self.config.step_noise if self.training else 0.0
+
+    def _first_state(
+        self,
+        context: Context,
+        n_latent: int | None,
+        carry: ThinkerState | None,
+        generator: torch.Generator | None,
+    ) -> ThinkerState:
+        """Return the state before the first step: the carry if there is one."""
+        if carry is None:
+            return self._start(context, n_latent, generator)
+        check_latents(self.config, n_latent, carry.latents.shape, context.shape, carried=True)
+        return carry
+
     def _evaluation_generator(self, device: torch.device) -> torch.Generator | None:
         """Return a generator with a fixed seed, so that evaluation is reproducible.
 
@@ -331,6 +344,17 @@ class LatentThinker(CompleteModel):
             ValueError: ``out_len`` does not fit the model.
         """
         return self._decode(state.latents, out_len, state.places)
+
+    def _checked_labels(
+        self, labels: Tensor, n_latent: int | None, carry: ThinkerState | None
+    ) -> Tensor:
+        # a carry does not store its number of steps, so the next step's labels are unknown
+        if labels.dim() == 3 and carry is not None:
+            raise ValueError(
+                "LatentThinker: expected labels of shape (B, O) with a carry, got labels for each "
+                f"step, of shape {list(labels.shape)}"
+            )
+        return self.answers_of(labels, n_latent if carry is None else carry.latents.shape[1])
 
     def forward(
         self,
@@ -373,15 +397,8 @@ class LatentThinker(CompleteModel):
         Raises:
             ValueError: An argument is invalid, as in `encode`, `think` and `decode`.
         """
-        # a carry does not store its number of steps, so the next step's labels are unknown
-        if labels is not None and labels.dim() == 3 and carry is not None:
-            raise ValueError(
-                "LatentThinker: expected labels of shape (B, O) with a carry, got labels for each "
-                f"step, of shape {list(labels.shape)}"
-            )
         if labels is not None:
-            answered = n_latent if carry is None else carry.latents.shape[1]
-            labels = self.answers_of(labels, answered)
+            labels = self._checked_labels(labels, n_latent, carry)
         if out_len is None and labels is not None:
             out_len = labels.shape[-1]
         elif out_len is None and not self.config.at_tokens:

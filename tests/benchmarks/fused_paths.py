@@ -304,9 +304,10 @@ def section() -> list[str]:
         "",
         "Median times in milliseconds. All variants run alternately in one process, and each "
         'operation, size and mode has one line. "floor" is a lower bound on the time (a roofline): '
-        "the larger of the time to compute the fewest operations that the result needs, at the "
-        "rate of a large matrix product, and the time to move the fewest bytes, at the rate of a "
-        'large copy. Both rates are measured in the same process. "library" is the dense layer for masks (trained) and '
+        "the larger of (1) the fewest operations that the result needs, divided by the rate of a "
+        "large matrix product, and (2) the fewest bytes that must be moved, divided by the rate "
+        "of a large copy. Both rates are measured in the same process. "
+        '"library" is the dense layer for masks (trained) and '
         'Kronecker factors, and peft for LoRA. "plain" is the formula in torch; "eager" and '
         '"fused" are the paths of this library. For `LatentThinker`, "plain" and "fused" are '
         "the same model with torch's plain and fused attention. On the GPU, times below about "

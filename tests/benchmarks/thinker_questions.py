@@ -11,6 +11,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -135,7 +136,7 @@ def fixed_steps(seed: int, few: int) -> Rows:
     rows = []
     small = {"hidden_size": 32, "num_heads": 8, "num_latents": 8}
     for iterations in (300, 1200):
-        for kind in ("as the log", "the recipe, but so many steps"):
+        for kind in ("as the log", "the recipe, with a fixed number of steps"):
             row: dict[str, Any] = {"trained": kind, "iterations": iterations}
             for n in (1, 2, 3, 4):
                 schedule = th.schedules.Fixed(max_length=20) if kind == "as the log" else None
@@ -249,7 +250,7 @@ def embeddings(seed: int, few: int) -> Rows:
         ("cross-entropy", "mean", 0.0),
         ("and the mean embedding", "mean", 0.1),
         ("and the closest embedding", "closest", 0.1),
-        ("and the symbols beside", "near", 0.1),
+        ("and the neighboring symbols", "near", 0.1),
     ):
         row: dict[str, Any] = {"loss": name}
         for iterations in (150, 250, 400):
@@ -557,7 +558,8 @@ def write_tables() -> None:
     found = json.loads(FOUND.read_text(encoding="utf-8"))
     for name, entry in found.items():
         columns = list(dict.fromkeys(column for row in entry["seeds"][0] for column in row))
-        lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        names = [re.sub(r"\b1 steps", "1 step", column) for column in columns]
+        lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(columns)]
         for rows in zip(*entry["seeds"], strict=True):
             cells = [shown(c, [r[c] for r in rows]) if c in rows[0] else "" for c in columns]
             lines.append(f"| {' | '.join(cells)} |")

@@ -118,7 +118,7 @@ class Foreign(NamedTuple):
 
 TASKS = {
     "sums": Foreign("sums modulo 7 of every prefix", sums, "scan", 5),
-    "powers": Foreign("3 to a binary number modulo 11", powers, "scan", 6),
+    "powers": Foreign("3 to the power of a binary number, modulo 11", powers, "scan", 6),
     "times3": Foreign("a number times 3", times_three, "scan", 5),
     "runs": Foreign("how often a symbol came in a row", run_lengths, "scan", 8),
     "rule110": Foreign("three steps of rule 110", rule_110, "exchange", 12),

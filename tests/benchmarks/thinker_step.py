@@ -238,7 +238,7 @@ def trained_scan(longest: int) -> tuple[LatentThinker, CurriculumDataset]:
 
 def measure_exit(runs: int, device: str) -> list[Row]:
     """Rows of 4 to 64 symbols, 80 steps at most, the rule itself running; and what a rule costs
-    when nobody leaves."""
+    when no row stops."""
     model, data = trained_scan(64)
     model = model.eval().to(device)
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +247,7 @@ def measure_exit(runs: int, device: str) -> list[Row]:
     rules: dict[str, ExitRule | None] = {
         "all rows": None,
         "residual": ExitRule(),
-        "residual, nobody leaves": ExitRule(threshold=0.0),
+        "residual, threshold 0 (no row stops)": ExitRule(threshold=0.0),
     }
 
     @torch.no_grad()

@@ -197,7 +197,7 @@ def test_influence_takes_blocks_of_one_list():
     model = family("BartForConditionalGeneration")
     config = PruneConfig(keep=0.5, allocate="influence")
     with pytest.raises(
-        ValueError, match=r"to measure influence, expected two or more blocks in one list"
+        ValueError, match=r"influence can be measured only with two or more blocks in one list"
     ):
         prune_(model, config, calibration=[calibration(model)], progress=False)
 

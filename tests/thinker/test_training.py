@@ -1112,7 +1112,7 @@ def test_the_trainer_evaluates_and_logs(tmp_path):
             lambda out: trainer_of(
                 out, data=data_of(Progressive(max_length=6)), dataloader_num_workers=2
             ),
-            r"ThinkerTrainer: dataloader_num_workers is 2; expected 0, since Progressive follows",
+            r"ThinkerTrainer: dataloader_num_workers is 2; expected 0, since Progressive uses the",
         ),
         (lambda out: RewindOnPeak(factor=0.5), r"factor=0\.5"),
         (lambda out: RewindOnPeak(cooling=0.0), r"cooling=0\.0"),

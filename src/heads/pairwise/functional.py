@@ -69,16 +69,8 @@ def packed_attention(
     operation = "packed_attention"
     _check_packed(operation, query, key, value)
     check_choice(operation, "impl", impl, IMPLS)
-    if isinstance(cu_seq_lens, Tensor):
-        ends = cu_seq_lens.tolist()
-    else:
-        ends = list(cu_seq_lens)
+    ends = _checked_ends(operation, cu_seq_lens, len(query))
     lengths = [after - before for before, after in pairwise(ends)]
-    if not ends or ends[0] != 0 or ends[-1] != len(query) or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"{operation}: cu_seq_lens is {ends!r:.80}, expected numbers that rise from 0 to "
-            f"{len(query)}, the number of tokens"
-        )
     unsupported = _not_fused(query, dropout_p)
     if impl == "fused" and unsupported:
         raise ValueError(f"{operation}: with impl='fused', expected {unsupported}")
@@ -131,6 +123,18 @@ def _attend(
         enable_gqa=key.shape[1] < query.shape[1],
     )
     return attended[0].transpose(0, 1)
+
+
+def _checked_ends(operation: str, cu_seq_lens: Tensor | Sequence[int], tokens: int) -> list[int]:
+    """Return cumulative lengths as a list; raise ValueError unless they rise from 0 to tokens."""
+    ends = cu_seq_lens.tolist() if isinstance(cu_seq_lens, Tensor) else list(cu_seq_lens)
+    rises = all(before <= after for before, after in pairwise(ends))
+    if not ends or ends[0] != 0 or ends[-1] != tokens or not rises:
+        raise ValueError(
+            f"{operation}: cu_seq_lens is {ends!r:.80}, expected numbers that rise from 0 to "
+            f"{tokens}, the number of tokens"
+        )
+    return ends
 
 
 def _check_packed(operation: str, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -138,14 +138,14 @@ def judge_card(config: PairwiseConfig, report: Any = None) -> str:
             "Decides which of two answers to a prompt is better, or that they tie. The same answer "
             "wins if the two are swapped."
         )
+    length = f"at most {config.max_tokens} tokens" if config.max_tokens else "texts of any length"
     parts = [
         purpose,
         "```python\nfrom heads.pairwise import PairwiseModel  # pip install model-components\n\n"
         'judge = PairwiseModel.from_pretrained("this folder or repository")\n'
         'print(judge.predict(["Name a tool."], ["An axe."], ["No idea."]).probabilities)\n```',
         f"Link {config.link}, pooling {' + '.join(config.pooling)}, surface features "
-        f"{', '.join(config.surface) or 'none'}; {config.max_tokens or 'any number of'} tokens "
-        "at most.",
+        f"{', '.join(config.surface) or 'none'}; {length}.",
     ]
     head: dict[str, Any] = {"pipeline_tag": "text-ranking"}
     if report is not None:

@@ -108,10 +108,7 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
             f"kronecker: {type(model).__name__} has weights on the meta device, expected loaded "
             "weights"
         )
-    layers = {}
-    for name, module in model.named_modules():
-        if is_linear(module) or isinstance(module, SmallerLinear):
-            layers[name] = module
+    layers = _linear_layers(model)
     with evaluating(model):
         rows = _equal_halves(model, batch)
         runs = _runs(model, layers, rows)
@@ -134,6 +131,14 @@ def find_mlps(model: nn.Module, batch: Mapping[str, object] | None = None) -> li
         confirmed = _read_once(model, confirmed, runs, rows)
     order = {r.name: i for i, r in enumerate(runs)}
     return sorted(confirmed, key=lambda m: order[m.down])
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    layers = {}
+    for name, module in model.named_modules():
+        if is_linear(module) or isinstance(module, SmallerLinear):
+            layers[name] = module
+    return layers
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:

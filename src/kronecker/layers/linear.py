@@ -147,8 +147,8 @@ def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
     features = dense(linear).shape[1]
     if inputs.dim() < 2 or inputs.shape[-1] != features or not inputs.numel():
         raise ValueError(
-            f"{type(linear).__name__}: expected inputs (*B, {features}) with at least one row, got "
-            f"shape {list(inputs.shape)}"
+            f"from_linear: expected inputs (*B, {features}) with at least one row, got shape "
+            f"{list(inputs.shape)}"
         )
     flat = inputs.detach().flatten(0, -2)
     return Moments.of(flat, dense(linear), bias_of(linear))

@@ -97,11 +97,11 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
 
     >>> save_pretrained(nn.Linear(2, 2), "out")
     Traceback (most recent call last):
-    ValueError: save_pretrained: model is Linear, expected a transformers model
+    ValueError: save_pretrained: the model is a Linear, expected a transformers model
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"save_pretrained: model is {type(model).__name__}, expected a transformers model"
+            f"save_pretrained: the model is a {type(model).__name__}, expected a transformers model"
         )
     if not has_smaller_layers(model):
         raise ValueError(
@@ -393,7 +393,9 @@ def fold(
     """
     check_new(out, "fold")
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"fold: model is {type(model).__name__}, expected a transformers model")
+        raise ValueError(
+            f"fold: the model is a {type(model).__name__}, expected a transformers model"
+        )
     layers = compressed(model)
     if not layers and not resized(model):
         raise ValueError(

@@ -70,7 +70,7 @@ def prune_(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> PruneReport:
-    """Drop hidden neurons of every MLP, or whole blocks, and fit the rest, in place.
+    """Drop hidden neurons of every MLP, or whole blocks, and refit the others, in place.
 
     If an error occurs, the model is left unchanged.
 
@@ -206,9 +206,9 @@ class _Walk:
             blocks, states = blocks_with(self.model, [], [p.name for p in parts], self.data)
             if len(blocks) < 2:
                 raise ValueError(
-                    "prune_: to measure influence, expected two or more blocks in one list, each "
-                    "of which reads the output of the block before it, got "
-                    f"{type(self.model).__name__} without such a list"
+                    "prune_: influence can be measured only with two or more blocks in one list, "
+                    "each of which reads the output of the block before it, but "
+                    f"{type(self.model).__name__} has no such list"
                 )
             with self._products(parts):
                 return blocks, block_influences(blocks, states)

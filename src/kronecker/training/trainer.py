@@ -305,7 +305,7 @@ def _check_models(model: nn.Module, teacher: object, distill: object) -> None:
     shared = [name for name, parameter in teacher.named_parameters() if id(parameter) in own]
     if shared:
         raise ValueError(
-            "KroneckerTrainer: expected the original model, loaded again, as the teacher, got one "
+            "KroneckerTrainer: expected a separately loaded original model as the teacher, got one "
             f"that shares {len(shared)} parameters with the model, such as {shared[0]}"
         )
 

@@ -94,10 +94,8 @@ def merge_adapters(
     chosen = dtype or stored.name
     factors: dict[str, tuple[Array, Array]] = {}
     modules: list[AdapterModule] = []
-    names: dict[str, None] = {}  # in the first adapter's order
-    for adapter in opened:
-        names |= dict.fromkeys(adapter.pairs)
-    for name in with_bar(list(names), "merge_adapters", "module", progress=progress):
+    names = _modules_of(opened)
+    for name in with_bar(names, "merge_adapters", "module", progress=progress):
         pairs = [adapter.pairs.get(name) for adapter in opened]
         if merged is None:
             factors[name] = _side_by_side(pairs, bound["weight"])
@@ -128,13 +126,26 @@ def merge_adapters(
             task_type=first.get("task_type"),
             fan_in_fan_out=bool(first.get("fan_in_fan_out")),
         )
-    missed = max(module.error for module in modules)
-    if missed > _MUCH:
-        notes.append(
-            f"at rank {rank or largest}, up to {missed:.0%} of a module's change is missed; a "
-            "higher rank misses less"
-        )
+    notes += _notes_on_errors(modules, rank or largest)
     return AdapterReport(Path(out), modules, [], {}, nbytes, notes)
+
+
+def _modules_of(adapters: Sequence[Any]) -> list[str]:
+    """Return the names of all modules that adapters change, in the first adapter's order."""
+    names: dict[str, None] = {}
+    for adapter in adapters:
+        names |= dict.fromkeys(adapter.pairs)
+    return list(names)
+
+
+def _notes_on_errors(modules: Sequence[AdapterModule], rank: int) -> list[str]:
+    missed = max(module.error for module in modules)
+    if missed <= _MUCH:
+        return []
+    return [
+        f"at rank {rank}, up to {missed:.0%} of a module's change is missed; a higher rank misses "
+        "less"
+    ]
 
 
 def _largest_rank(adapter: Any) -> int:

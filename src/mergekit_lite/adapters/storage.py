@@ -168,7 +168,7 @@ def write_adapter(
     name = base_model or ""
     card = card_of(
         f"LoRA adapter of {shown_name(name)}",
-        [f"Made by model-components:\n\n```python\n{call}\n```"],
+        [f"Made by `mergekit_lite` with\n\n```python\n{call}\n```"],
         bases=[name],
         tags=["lora"],
         relation="adapter",

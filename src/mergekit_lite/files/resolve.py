@@ -200,7 +200,7 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
     if shards:
         index = f"{shards[0].name.partition('-')[0]}.safetensors.index.json"
         raise CheckpointError(
-            f"{text}: holds {shards[0].name}, expected {index} in the same folder, got none"
+            f"{text}: for the shard {shards[0].name}, expected {index} in the same folder, got none"
         )
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
     raise CheckpointError(f"{text}: has no {names}{where}")

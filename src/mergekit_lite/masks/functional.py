@@ -214,7 +214,7 @@ def _linear_mode(mode: str, impl: str, x: Tensor, masks: Tensor, in_features: in
     """Return the mode to use; raise an error if it is unknown or does not support the masks."""
     if impl == "fused" and mode == "efficient":
         raise ValueError(
-            "masked_linear: impl 'fused' does not support mode 'efficient', which blends nothing; "
+            "masked_linear: impl 'fused' does not support mode 'efficient', which has no kernel; "
             "expected mode 'accurate' or 'auto'"
         )
     if impl == "fused" and mode == "auto":

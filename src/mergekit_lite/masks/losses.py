@@ -275,7 +275,7 @@ def _check_cross_entropy_labels(
 
 def _zero(student: Tensor, *others: Tensor | None) -> Tensor:
     """Return a loss of 0, which depends on all trained tensors, for a batch without positions."""
-    total = student.float().sum()
+    total = student.sum(dtype=torch.promote_types(student.dtype, torch.float32))
     for other in others:
         if other is not None:
             total = total + 0 * other.sum()

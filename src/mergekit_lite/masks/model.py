@@ -46,8 +46,8 @@ def _labels_of(models: Sequence[PreTrainedModel], labels: Sequence[str] | None) 
         return [m.config.name_or_path or f"model {place}" for place, m in enumerate(models)]
     if len(labels) != len(models):
         raise ValueError(
-            f"Merger: expected one label per model (the base's last), got {len(labels)} labels "
-            f"for {len(models)} models"
+            "Merger: expected one label per model, with the base's label at the end, got "
+            f"{len(labels)} labels for {len(models)} models"
         )
     return list(labels)
 

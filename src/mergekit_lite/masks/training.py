@@ -128,7 +128,9 @@ class MaskTrainer(DistillTrainer):
         **options: Unpack[TrainerOptions],
     ):
         if not isinstance(model, Merger):
-            raise ValueError(f"MaskTrainer: model is {type(model).__name__}, expected a Merger")
+            raise ValueError(
+                f"MaskTrainer: the model is a {type(model).__name__}, expected a Merger"
+            )
         # nn.DataParallel would copy all frozen components to each GPU in every step
         if args.n_gpu > 1:
             raise ValueError(

@@ -119,7 +119,7 @@ def _set_tie_word_embeddings(
 def _count_layers(
     config: Json, configs: Sequence[Json], spans: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Set the number of layers, and rebuild lists of layers from the slices."""
+    """Set the number of layers, and build the config's per-layer lists from the slices."""
     keys = layer_keys(config)
     for key in LAYER_KEYS:
         if key in config:
@@ -138,7 +138,7 @@ def _count_layers(
 
 
 def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequence[object]:
-    """Return the entries of the layers that slices take, in one list or one string."""
+    """Join the per-layer entries of all slices into one list or one string."""
     entries: list[Any] = []
     for source, begin, end in lists:
         if len(source) < end:

@@ -335,7 +335,7 @@ class MergeRecipe:
         return [model for model in self.mentions() if isinstance(model, MergeRecipe)]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the recipe as a dict, as in YAML; labels stand for models in memory and stages."""
+        """Return the recipe as a dict, as in YAML, with labels for stages and models in memory."""
         first = {} if self.name is None else {"name": self.name}
         return first | _written(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,30 +91,10 @@ def check_module(
     >>> print(check_module(lambda: torch.nn.Linear(4, 3), torch.ones(6, 4), only=["pickled"]))
     1 behaviors passed, 0 raised an error, 0 wrong
     """
-    for name, value in (("only", only), ("skip", skip)):
-        # a string would be read as a list of characters
-        if isinstance(value, str):
-            raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
-    if isinstance(make, nn.Module):
-        raise ValueError(
-            f"check_module: expected a function that makes a module, got a {type(make).__name__}; "
-            "write lambda: ..."
-        )
-    rows = {len(x) if x.dim() else 0 for x in inputs}
-    # even, because a behavior halves the batch; `exported` declares the same upper limit
-    if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
-        raise ValueError(
-            "check_module: expected inputs with the same first dimension (the batch), even and at "
-            f"least 4, got shapes {[list(x.shape) for x in inputs]}"
-        )
+    _check_arguments(make, inputs, only, skip)
     chosen = list(BEHAVIORS if only is None else only)
     skipped = set(skip)
-    unknown = [name for name in (*chosen, *skipped) if name not in BEHAVIORS]
-    if unknown:
-        raise ValueError(
-            f"check_module: unknown behavior {unknown[0]!r}; expected some of "
-            f"{', '.join(BEHAVIORS)}"
-        )
+    _check_known([*chosen, *skipped])
     subject = Subject(make, inputs, output, backend)
     passed = []
     raised = {}
@@ -135,3 +115,31 @@ def check_module(
             passed.append(name)
     sys.excepthook = hook  # torch.distributed replaces the hook
     return ModuleReport(tuple(passed), raised, wrong)
+
+
+def _check_arguments(make: object, inputs: Sequence[Tensor], only: object, skip: object) -> None:
+    for name, value in (("only", only), ("skip", skip)):
+        # a string would be read as a list of characters
+        if isinstance(value, str):
+            raise ValueError(f"check_module: expected a list for {name}, got {value!r}")
+    if isinstance(make, nn.Module):
+        raise ValueError(
+            f"check_module: expected a function that makes a module, got a {type(make).__name__}; "
+            "write lambda: ..."
+        )
+    rows = {len(x) if x.dim() else 0 for x in inputs}
+    # even, because a behavior halves the batch; `exported` declares the same upper limit
+    if len(rows) != 1 or rows.pop() not in range(4, 1 << 20, 2):
+        raise ValueError(
+            "check_module: expected inputs with the same first dimension (the batch), even and at "
+            f"least 4, got shapes {[list(x.shape) for x in inputs]}"
+        )
+
+
+def _check_known(names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in BEHAVIORS]
+    if unknown:
+        raise ValueError(
+            f"check_module: unknown behavior {unknown[0]!r}; expected some of "
+            f"{', '.join(BEHAVIORS)}"
+        )

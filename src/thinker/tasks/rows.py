@@ -23,7 +23,7 @@ _FEW_SPACED = 0.05
 
 
 class RowsTask(Task):
-    """Pairs of an input and its answer, of any lengths.
+    """A task given by pairs of an input and its answer, each of any length.
 
     A row is a pair, or a mapping with ``input`` and ``answer``. Input and answer are each a list of
     symbols (strings or whole numbers) or a text. If any text has white space, all texts are split

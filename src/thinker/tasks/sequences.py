@@ -103,7 +103,7 @@ class _Rearranged(SequenceTask):
     by_step: bool = False
 
     def distance(self, lengths: Tensor, place: Tensor) -> Tensor | None:
-        """Return 1 with ``by_step``, as a step's answer depends only on neighbors; else None."""
+        """Return 1 if ``by_step`` (a step's answer depends only on neighbors), otherwise None."""
         if self.by_step:
             return torch.ones_like(place).expand(len(lengths), -1)
         return None

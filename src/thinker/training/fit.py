@@ -36,7 +36,8 @@ def check_workers(args: TrainingArguments, data: CurriculumDataset) -> None:
     if args.dataloader_num_workers and data.schedule.initial():
         raise ValueError(
             f"ThinkerTrainer: dataloader_num_workers is {args.dataloader_num_workers}; expected 0, "
-            f"since {type(data.schedule).__name__} follows accuracy, which workers do not see"
+            f"since {type(data.schedule).__name__} uses the measured accuracy, which is not sent "
+            "to workers"
         )
 
 

@@ -344,6 +344,8 @@ def test_no_positions_give_zero_with_a_graph():
     assert loss == 0
     assert bias.grad.abs().sum() == 0  # DDP waits for every gradient
     assert masks.grad.abs().sum() == 0
+    nothing = torch.zeros(0, V, dtype=torch.float64)
+    assert masked_kl(nothing, [nothing], coefficients=torch.ones(1)).dtype == torch.float64
 
 
 def test_nothing_is_kept_when_no_gradient_is_asked_for():

@@ -128,7 +128,10 @@ def check_numbers(operation: str, config: LoraConfig) -> None:
             raise ValueError(
                 f"{operation}: {field} is {wanted!r}, expected a string or a list of module names"
             )
-    loftq = config.loftq_config
+    _check_loftq(operation, config.loftq_config)
+
+
+def _check_loftq(operation: str, loftq: object) -> None:
     rounds = 1
     if isinstance(loftq, dict):
         rounds = loftq.get("loftq_iter", 1)

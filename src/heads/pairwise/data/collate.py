@@ -326,7 +326,7 @@ def flat_batch(
 
 
 class PairwiseCollator:
-    """A collator of items of a `PairwiseDataset` into inputs of `PairwiseModel`.
+    """A collator that turns items of a `PairwiseDataset` into inputs of a `PairwiseModel`.
 
     See `flat_batch`.
 

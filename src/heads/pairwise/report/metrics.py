@@ -92,7 +92,7 @@ def alike(shares: Tensor) -> Tensor:
 
 
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
-    """Return each row's entry of a table (N, C) in the column of its most likely class.
+    """Return, for each row of a table (N, C), the entry of its most likely class in ``found``.
 
     With two classes, the entry at a tie is the mean of both entries.
 

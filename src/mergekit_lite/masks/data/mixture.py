@@ -72,11 +72,7 @@ class TaskMixture(Dataset):
         counts = sizes
         if weights is not None:
             _check_weights("TaskMixture", weights, sizes)
-            counts = _shares(sum(sizes), weights)
-            # rounding must not leave a component without examples
-            for task, weight in enumerate(weights):
-                if weight:
-                    counts[task] = max(1, counts[task])
+            counts = _counts(sum(sizes), weights)
         rng = random.Random(seed)
         for own, count in zip(places, counts, strict=True):
             # without weights, nothing is drawn, so that examples keep their order
@@ -152,6 +148,16 @@ def _check_weights(operation: str, weights: Sequence[float], sizes: Sequence[int
             raise ValueError(
                 f"{operation}: component {number} has no examples, expected weight 0, got {weight}"
             )
+
+
+def _counts(total: int, weights: Sequence[float]) -> list[int]:
+    """Return numbers of examples in proportion to weights, at least 1 for each weight above 0."""
+    counts = _shares(total, weights)
+    # rounding must not leave a component without examples
+    for task, weight in enumerate(weights):
+        if weight:
+            counts[task] = max(1, counts[task])
+    return counts
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

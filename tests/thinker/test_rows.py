@@ -216,7 +216,7 @@ def test_a_row_shorter_than_those_of_training_is_solved():
     assert len(th.solve(solver(task, 4), task, ["1"], max_steps=2).answers[0]) == 1
 
 
-def test_a_trained_scan_solves_longer_texts():
+def test_a_trained_scan_solves_longer_texts(tmp_path):
     """Binary numbers plus one, smallest digits first: a scan, though each answer is one longer."""
     rows = []
     for length in range(1, 7):
@@ -232,7 +232,7 @@ def test_a_trained_scan_solves_longer_texts():
     data = preset.data(task, max_length=5, seed=11, batch_size=32)
     model = preset.thinker(data)
     preset.trainer(
-        model, data, "unused", max_steps=300, seed=11, use_cpu=True, save_strategy="no"
+        model, data, str(tmp_path), max_steps=300, seed=11, use_cpu=True, save_strategy="no"
     ).train()
     found = th.solve(model, task, ["1" * 20, "011"])
     assert found.answers == ("0" * 20 + "1", "1110")
@@ -274,12 +274,12 @@ def test_a_stopped_training_of_a_preset_goes_on(tmp_path):
         preset.data("rows.csv")
 
 
-def test_a_scan_is_asked_only_for_what_its_tokens_can_tell():
+def test_a_scan_is_asked_only_for_what_its_tokens_can_tell(tmp_path):
     """A `RowsTask` does not say how far an answer's causes lie, but a causal flow looks back."""
     task = th.RowsTask(parity([3, 5]))
     preset = th.presets.scan()
     data = preset.data(task, holdout=0.0)
-    trainer = preset.trainer(preset.thinker(data), data, "unused", max_steps=1, use_cpu=True)
+    trainer = preset.trainer(preset.thinker(data), data, str(tmp_path), max_steps=1, use_cpu=True)
     asked = []
     trainer.step_loss.register_forward_hook(lambda loss, given, result: asked.append(given[2]))
     batch = data.batch(0, details=True)
@@ -289,7 +289,7 @@ def test_a_scan_is_asked_only_for_what_its_tokens_can_tell():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_trains_and_thinks(name):
+def test_each_preset_trains_and_thinks(name, tmp_path):
     torch.manual_seed(0)
     if name == "grid":
         cells = torch.randint(1, 5, (40, 16))
@@ -301,7 +301,7 @@ def test_each_preset_trains_and_thinks(name):
     model = preset.thinker(data)
     assert model.config.hidden_size == 16
     preset.trainer(
-        model, data, "unused", max_steps=2, use_cpu=True, save_strategy="no", warmup_steps=0
+        model, data, str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", warmup_steps=0
     ).train()
     curves = th.evaluate_steps(model, data, [data.schedule.max_length], n_steps=[2], samples=4)
     assert 0 <= curves.cells[0][0].token <= 1

@@ -155,7 +155,7 @@ def test_tokens_of_another_tokenizer_are_refused():
     predict_pairs(model, data, progress=False)
 
 
-def test_what_trains_is_not_kept():
+def test_what_trains_is_not_kept(tmp_path):
     model = model_of()
     data = model.dataset(pairs_of(4), progress=False)
     with pytest.raises(ValueError, match=r"encode_: expected a frozen encoder, got \d+"):
@@ -166,7 +166,7 @@ def test_what_trains_is_not_kept():
     freeze_(model, "none")
     with pytest.raises(ValueError, match=r"PairwiseTrainer:.*features"):
         PairwiseTrainer(
-            model=model, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+            model=model, args=TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=data
         )
 
 
@@ -219,7 +219,7 @@ def test_adapters_are_part_of_the_encoder(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["weights", "pooling"])
-def test_features_of_another_encoder_are_refused(what):
+def test_features_of_another_encoder_are_refused(what, tmp_path):
     model, other = frozen(), frozen(pooling="last" if what == "pooling" else "mean")
     data = model.dataset(pairs_of(12), progress=False)
     data.encode_(model, progress=False)
@@ -231,18 +231,18 @@ def test_features_of_another_encoder_are_refused(what):
         predict_pairs(other, data, progress=False)
     with pytest.raises(ValueError, match=r"PairwiseTrainer:.*features"):
         PairwiseTrainer(
-            model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+            model=other, args=TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=data
         )
 
 
-def test_labels_of_other_classes_are_refused():
+def test_labels_of_other_classes_are_refused(tmp_path):
     model, other = frozen(), frozen(ties=False)
     data = model.dataset(pairs_of(12), progress=False)
     with pytest.raises(ValueError, match=r"predict_pairs: expected labels of 2 classes.* for 3"):
         predict_pairs(other, data, progress=False)
     with pytest.raises(ValueError, match=r"PairwiseTrainer: expected labels of 2 classes"):
         PairwiseTrainer(
-            model=other, args=TrainingArguments("unused", use_cpu=True), train_dataset=data
+            model=other, args=TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=data
         )
     bare = model.dataset([pair[:3] for pair in pairs_of(2)], progress=False)
     assert predict_pairs(other, bare, progress=False).probabilities.shape == (2, 2)

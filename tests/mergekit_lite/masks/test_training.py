@@ -252,7 +252,7 @@ def test_modes_of_modules_survive_the_teachers():
     assert not merger.model.transformer.drop.training
 
 
-def test_bad_examples_and_shares_are_refused():
+def test_bad_examples_and_shares_are_refused(tmp_path):
     collator = MaskCollator(pad_token_id=0)
     for wrong in (True, 0.0, -1, "0", [0]):
         with pytest.raises(ValueError, match=r"MaskCollator:.*example"):
@@ -264,7 +264,7 @@ def test_bad_examples_and_shares_are_refused():
     with pytest.raises(ValueError, match=r"MaskTrainer:.*train_dataset"):
         MaskTrainer(
             merger_of(),
-            TrainingArguments("x", use_cpu=True),
+            TrainingArguments(str(tmp_path), use_cpu=True),
             train_dataset=[],
             data_collator=collator,
         )
@@ -275,7 +275,9 @@ def test_bad_examples_and_shares_are_refused():
     with pytest.raises(ValueError, match=r"MaskTrainer:.*GPT2LMHeadModel"):
         MaskTrainer(tiny("gpt2"), None)
     with pytest.raises(ValueError, match=r"MaskTrainer:.*MaskCollator"):
-        MaskTrainer(merger_of(), TrainingArguments("x", use_cpu=True), train_dataset=MIXTURE)
+        MaskTrainer(
+            merger_of(), TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=MIXTURE
+        )
     with pytest.raises(ValueError, match=r"MaskCollator:.*pad_token_id"):
         MaskCollator(pad_token_id=None)
     with pytest.raises(ValueError, match=r"TaskMixture:.*order"):
@@ -284,7 +286,7 @@ def test_bad_examples_and_shares_are_refused():
     with pytest.warns(UserWarning, match="MaskTrainer:.*component.*1"):
         MaskTrainer(
             merger_of(),
-            TrainingArguments("x", use_cpu=True),
+            TrainingArguments(str(tmp_path), use_cpu=True),
             train_dataset=one,
             data_collator=collator,
         )
@@ -292,7 +294,7 @@ def test_bad_examples_and_shares_are_refused():
     with pytest.raises(ValueError, match=r"MaskTrainer:.*task.*\(2\).*3"):
         MaskTrainer(
             merger_of(),
-            TrainingArguments("x", use_cpu=True),
+            TrainingArguments(str(tmp_path), use_cpu=True),
             train_dataset=three,
             data_collator=collator,
         )

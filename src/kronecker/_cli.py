@@ -38,7 +38,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Flags that choose a compression: a preset, a shape or a share.
+    """Flags that choose a compression: a preset, a shape of B, or a fraction to keep.
 
     Args:
         preset: A configuration for GPT-2 124M, such as gpt2-82m. An unknown name prints the list of

@@ -102,7 +102,7 @@ class KroneckerConfig(CheckedConfig):
         }
 
     def opposite(self) -> Self:
-        """Return the config for a weight of transposed shape, such as an MLP's other matrix."""
+        """Return the config for a weight of transposed shape, such as an MLP's last matrix."""
         a_shape = self.a_shape and self.a_shape[::-1]
         b_shape = self.b_shape and self.b_shape[::-1]
         # transposed, too, so that both layers of an MLP keep the same hidden neurons
@@ -128,7 +128,7 @@ class LowRankConfig(CheckedConfig):
             not given either.
         rank: The rank r, which can be given instead of ``keep``.
         init: ``"sequential"`` minimizes the error of the outputs on calibration data, block by
-            block, on the layer's inputs in the smaller model. It takes a truncated SVD of the
+            block, on the layer's inputs in the smaller model. It computes a truncated SVD of the
             weight times the root of the inputs' second moments (SVD-LLM, arXiv 2403.07378).
             ``"svd"`` gives the low-rank weight nearest to the original, without data.
         epochs: The number of epochs of gradient descent after the SVD in a sequential fit. It
@@ -187,7 +187,7 @@ class LowRankConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(CheckedConfig):
-    """Settings of pruning: how much to drop, and how to fit the rest to compensate.
+    """Settings of pruning: how much to drop, and how to fit the remaining weights.
 
     Args:
         keep: Fraction of the hidden neurons of the MLPs to keep or, with method=blocks, of the
@@ -211,7 +211,7 @@ class PruneConfig(CheckedConfig):
 
     Raises:
         ValueError: A value is out of range, keep and size are both given, or multiple_of or
-            allocate does not fit method=blocks.
+            allocate cannot be combined with method=blocks.
 
     >>> PruneConfig.from_dict({"keep": 0.3}).neurons(1000)
     300
@@ -228,9 +228,9 @@ class PruneConfig(CheckedConfig):
     def problems(self) -> Iterator[str]:
         """Yield a problem for each pair of fields that cannot be combined."""
         if self.multiple_of > 1 and self.method == "blocks":
-            yield problem(self, "multiple_of", "1 for blocks")
+            yield problem(self, "multiple_of", "1 with method=blocks")
         if self.allocate != "uniform" and self.method == "blocks":
-            yield problem(self, "allocate", "uniform for blocks")
+            yield problem(self, "allocate", "uniform with method=blocks")
         if self.keep is not None and self.size is not None:
             yield f"keep is {self.keep} and size is {self.size}, expected only one of them"
 
@@ -283,7 +283,7 @@ def kronecker_sizes(
     b_shape: Shape = None,
     **options: Any,
 ) -> KroneckerConfig:
-    """Return the config of one layer.
+    """Return the `KroneckerConfig` of one layer, from its sizes and a rank or a share.
 
     Args:
         out_features: The number of outputs, O.

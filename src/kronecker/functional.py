@@ -37,7 +37,7 @@ _TRACED_TOKENS = 1024
 
 
 def check_factors(operation: str, a: Tensor, b: Tensor, scales: Tensor | None) -> None:
-    """Raise a ValueError if shapes or dtypes of the factors and scales do not fit together."""
+    """Raise a ValueError if shapes or dtypes of the factors and scales do not match."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or not a.shape[0]:
         raise ValueError(
             f"{operation}: a has shape {list(a.shape)} and b has shape {list(b.shape)}, expected "
@@ -98,7 +98,7 @@ def kron_linear(
         The output (*B, O1 O2), in the dtype of x, or in autocast's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit together, ``order`` or ``impl`` is unknown, or
+        ValueError: Shapes or dtypes do not match, ``order`` or ``impl`` is unknown, or
             ``impl="fused"`` cannot run.
 
     Source: Van Loan, "The ubiquitous Kronecker product", 2000: (A ⊗ B) vec(X) = vec(B X Aᵀ).
@@ -175,7 +175,7 @@ def _product(
 
 
 def _uses_fused(impl: str, order: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether to run the Triton kernel; raise if ``impl="fused"`` cannot run."""
+    """Return whether to run the Triton kernel; raise an error if ``impl="fused"`` cannot run."""
 
     def unsupported() -> str | None:
         if order not in ("auto", "a_first"):

@@ -200,7 +200,7 @@ def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
         Factors in the dtype of ``start``, whose ``error`` is the relative error of the outputs.
 
     Raises:
-        ValueError: The moments hold no tokens, or their shapes do not fit the initial factors.
+        ValueError: The moments hold no tokens, or their shapes do not match the initial factors.
 
     >>> x, w = torch.randn(50, 4), torch.randn(6, 4)
     >>> start = van_loan(w, (2, 1))

@@ -39,7 +39,7 @@ def find_model(name: str) -> ModelFolder:
         name: The model's folder or hub id.
 
     Raises:
-        ValueError: There is no model, only an adapter, or the config names no architecture.
+        ValueError: There is no model or only an adapter, or the config names no architecture.
     """
     folder = str(find_folder(name, operation="kronecker"))
     if is_compressed(folder):
@@ -87,8 +87,8 @@ def load(found: ModelFolder, device: str = "cpu") -> PreTrainedModel:
         if loading_info[what]:
             names = sorted(map(str, loading_info[what]))
             raise ValueError(
-                f"kronecker: expected the weights that the config of {name} describes, got "
-                f"{len(names)} missing or of another shape, such as {names[0]}"
+                f"kronecker: expected the weights that the config of {name} describes, but "
+                f"some are missing or have another shape ({len(names)}), such as {names[0]}"
             )
     # an old checkpoint may hold a buffer or a head that its class no longer has
     if unexpected := loading_info["unexpected_keys"]:
@@ -139,7 +139,7 @@ def check_tokenizers(
 
 
 def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
-    """Return calibration batches for a model; an encoder-decoder gets the text on both sides."""
+    """Return calibration batches; both parts of an encoder-decoder get the same text."""
     if model.config.is_encoder_decoder:
         return [{"input_ids": ids, "decoder_input_ids": ids} for ids in rows]
     return list(rows)

@@ -34,7 +34,7 @@ class Moments:
     def zeros(
         cls, out_features: int, in_features: int, device: torch.device | str | None = None
     ) -> Moments:
-        """Return moments without any tokens."""
+        """Return empty moments, to which `add` adds tokens."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -86,14 +86,14 @@ class Moments:
         )
 
     def damped(self) -> Tensor:
-        """Return the inputs' second moments with the ridge, always above 0, on the diagonal."""
+        """Return the inputs' second moments plus a ridge, always above 0, on the diagonal."""
         ridge = RIDGE * (max(float(self.inputs.diagonal().mean()), 1e-4 * self.size) or 1.0)
         return self.inputs + ridge * torch.eye(
             len(self.inputs), dtype=self.inputs.dtype, device=self.inputs.device
         )
 
     def is_of_few_tokens(self) -> bool:
-        """Return whether the largest 1% of the tokens have over half of Σ |y|².
+        """Return whether the largest 1% of the tokens make up more than half of Σ |y|².
 
         Relative errors, which are divided by this sum, then say little about the other tokens.
         Attention sinks, whose hidden states are hundreds of times as large, are such tokens.

@@ -1,4 +1,4 @@
-"""Reference definitions: dense, slow and obvious, in any float dtype.
+"""Reference implementations: dense, slow and simple, in any float dtype.
 
 Letters: r terms; A is (r, O1, I1), B is (r, O2, I2); out_features O = O1 O2, in_features I = I1 I2;
 *B any leading dimensions.

@@ -233,7 +233,8 @@ def compare(
     named = texts if isinstance(texts, Mapping) else {"": texts}
     first = next(iter(models.values()))
     ids = _first_ids(next(iter(named.values()))).to(next(first.parameters()).device)
-    # before the timing, because these raise an error for batches that a model cannot read
+    # quality is measured before speed, since it raises an error for batches that a model cannot
+    # read
     total = len(models) * (len(named) + runs + 1)
     with tqdm(total=total, desc="comparing", disable=not progress, leave=False) as bar:
         if generates:

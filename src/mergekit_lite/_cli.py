@@ -1,4 +1,4 @@
-"""The functions behind the commands merge, plan, learn and lora extract of `model-components`.
+"""The functions behind ``merge``, ``plan``, ``learn`` and ``lora extract`` of `model-components`.
 
 ``mergekit-lite`` is a shorter command for merge and plan.
 """
@@ -26,7 +26,7 @@ class Files:
 
     Args:
         max_shard_size: Largest size of one weight file, such as 5GB.
-        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        allow_pickle: Set to weights_only to also read pickled .bin checkpoints.
         allow_incomplete: Merge models even if they lack tensors that their config implies or that
             their other layers have.
         allow_mixed: Merge models even if their configs name different architectures.
@@ -202,7 +202,7 @@ def extract(
             smallest rank that keeps this fraction, but at most --rank.
         dtype: Dtype of the adapter's weights; default: the dtype of the tuned model.
         save_others: Also save changed embeddings, heads and norms, at full size.
-        allow_pickle: weights_only also reads pickled .bin checkpoints.
+        allow_pickle: Set to weights_only to also read pickled .bin checkpoints.
         progress: Show a progress bar; default: only on a terminal.
     """
     from .adapters.extraction import extract_lora

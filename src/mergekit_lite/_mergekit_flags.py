@@ -23,7 +23,7 @@ FLAGS = {
 
 IDLE = {
     "--async-write": "threads write the blocks that they compute",
-    "--clone-tensors": "a tensor can be used in several layers without it",
+    "--clone-tensors": "a tensor can be used in several layers without this flag",
     "--copy-tokenizer": "the tokenizer is always copied",
     "--gpu-rich": "--device cuda computes on the GPU",
     "--lora-merge-cache": "adapters are added to each weight when it is read",

@@ -151,9 +151,9 @@ def merge_models(
 ) -> MergeReport | dict[str, Tensor]:
     """Merge several models into one.
 
-    With ``out``, tensors are read, merged and written one at a time. Kernels hold only blocks of
-    each model's tensor. Torch functions may hold whole tensors. Arithmetic on the stored values
-    runs in float32 or float64, and the result is rounded once.
+    With ``out``, tensors are read, merged and written one at a time. Kernels keep only blocks of
+    each model's tensor in memory, but torch functions may keep whole tensors. Arithmetic on the
+    stored values runs in float32 or float64, and the result is rounded once.
 
     Args:
         models: Folders, hub ids (``org/name@revision``), ``"model+adapter"``, modules or state
@@ -179,7 +179,7 @@ def merge_models(
             The results of kernels do not depend on it.
         progress: Show a progress bar.
         fresh: Start over instead of continuing an interrupted run of the same merge.
-        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
+        allow_pickle: Pass ``"weights_only"`` to also read pickled checkpoints.
         allow_incomplete: Merge models even if they lack layers, embedding rows or a head that their
             config implies, or if some layers lack tensors that the other layers have. By default
             such models raise an error.
@@ -268,7 +268,7 @@ def merge_models(
 
 
 def _check_list(models: object) -> None:
-    """Check that ``models`` is a list with at least one model, and without None.
+    """Check that ``models`` is a non-empty list without None.
 
     If ``models`` is the path of a recipe, the error suggests `load_recipe`.
     """
@@ -421,7 +421,7 @@ def _merge_calibrated(
         report = merge_to_folder(recipe, path, run)
         # otherwise the blocks would be published as an output folder
         stage.discard()
-    # so far the report has the times of the passthrough merge alone
+    # so far the report has only the times of the passthrough merge
     seconds = time.perf_counter() - started
     cpu_seconds = time.process_time() - cpu_started
     return replace(report, seconds=seconds, cpu_seconds=cpu_seconds)

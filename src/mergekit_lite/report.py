@@ -18,8 +18,8 @@ class MergeReport(Report):
         bytes_read: Size in bytes of the inputs that this run read. Each counts once, although some
             methods read inputs more than once.
         bytes_written: Size of the output's tensors in bytes.
-        seconds: Wall time.
-        cpu_seconds: CPU time of all threads of this process.
+        seconds: Wall time in seconds.
+        cpu_seconds: CPU time of all threads of this process, in seconds.
         peak_memory: Peak resident memory of this process in bytes, with the imported libraries.
         resumed: Weight files that an earlier, interrupted run had finished.
         tensors: The name, shape, dtype, method and file of each output tensor.

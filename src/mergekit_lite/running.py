@@ -77,7 +77,7 @@ class Bar:
             self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """Show a text after the bar."""
+        """Show a status message after the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
@@ -128,7 +128,7 @@ def merge_in_memory(
     def sink(t: TensorPlan, start: int, values: Array) -> None:
         stored_of(merged[t.name].view(-1))[start : start + values.size] = values
 
-    # in memory, "auto" means "eager", so that nobody waits for a compiler
+    # in memory, "auto" means "eager", to avoid waiting for kernels to compile
     eager = replace(run, impl="eager" if run.impl == "auto" else run.impl)
     with _running(plan, eager) as (engine, bar):
         for t in engine.run_all(plan.tensors, sink):
@@ -140,7 +140,7 @@ def _as_stored(merged: dict[str, Tensor], plan: MergePlan) -> dict[str, Tensor]:
     """Return merged tensors with the names and shapes that the first model's files have."""
     state: dict[str, Tensor] = {}
     for t in plan.tensors:
-        # experts that were merged as one stack become matrices again
+        # split experts that were merged as one stack into separate matrices
         sizes = [info.count for info in t.stored]
         pieces = merged[t.name].view(-1).split(sizes)
         for info, piece in zip(t.stored, pieces, strict=True):
@@ -211,7 +211,8 @@ def _stages_beside(
             place = folder.folder / name
             if not _is_whole(place, stage, run):
                 merged = [model_label(s) for s in recipe.stages() if id(s) in stages]
-                # keep an interrupted merge of this stage, which continues, and remove stale files
+                # keep finished stages, and the files of an interrupted merge of this stage, which
+                # is continued below; remove everything else
                 folder.clear(keep=[*merged, f".{name}.partial"])
                 report = merge_to_folder(replace(stage, name=name), place, run)
                 notes += [f"{name}: {note}" for note in report.notes]

@@ -35,7 +35,10 @@ def transforming() -> bool:
 
 
 def needs_plain(x: Tensor) -> bool:
-    """Return whether x is traced, transformed or on meta, and so needs plain torch operations."""
+    """Return whether x needs plain torch operations.
+
+    This is the case if x is traced, transformed or on the meta device.
+    """
     return torch.compiler.is_compiling() or x.is_meta or transforming()
 
 

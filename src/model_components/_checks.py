@@ -213,7 +213,7 @@ def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> No
             if near:
                 advice = f"did you mean {near[0]}?"
             else:
-                advice = f"expected some of {', '.join(known)}"
+                advice = f"expected one of {', '.join(known)}"
             raise ValueError(f"{owner}: unknown field {name}; {advice}")
 
 
@@ -251,7 +251,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _is_plain(value: object, hint: Any) -> bool:
-    """Return whether a type hint has the exact class of a value, and the value is in the range.
+    """Return whether a type hint names the exact class of a value, and the value is in the range.
 
     This decides most cases without importing huggingface_hub.
     """
@@ -269,7 +269,9 @@ def _is_plain(value: object, hint: Any) -> bool:
 
 @functools.cache
 def _schema(hint: Any) -> Any:
-    """Return a TypedDict with one field of a type, since huggingface_hub cannot check a bare type.
+    """Return a TypedDict with one field of the type that a hint names.
+
+    huggingface_hub can check the fields of a TypedDict, but not a value against a bare type.
 
     The ``strict`` decorator of huggingface_hub checks neither frozen dataclasses nor annotations
     that are strings.

@@ -248,7 +248,7 @@ def _parsed(
 
     for path in files:
         known = [flag.name for flag in _flags_of(function) if flag.kind is flag.KEYWORD_ONLY]
-        # append, because a list from the file would swallow positional words after it
+        # append, because positional words after a list from the file would become its items
         words = [*words, *flags_of_file(path, known, words)]
     purpose = (inspect.getdoc(function) or "").split("Args:")[0].strip()
     description = f"{purpose}\n\n{_SHARED_HELP}"

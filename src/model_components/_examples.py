@@ -281,7 +281,7 @@ class Answer(NamedTuple):
 
 
 def first_answer(example: Example) -> Answer:
-    """Return the first run of supervised tokens, and the tokens before it.
+    """Return the first consecutive supervised tokens, and the tokens before them.
 
     >>> first_answer({"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, -100]})
     Answer(prompt=[1], reference=[2, 3])

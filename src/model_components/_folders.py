@@ -3,7 +3,7 @@
 A result is written into the hidden folder ``.NAME.partial``, next to its final path NAME. When the
 result is complete, a single rename moves it to this path. The hidden folder contains a marker file.
 A folder without the marker, a folder of another user and a symbolic link are not ours: they are
-left alone, and an error is raised. This module removes only marked folders, files that it has just
+not changed, and an error is raised. This module removes only marked folders, files that it has just
 created, and the checkpoints and results of a run that starts over (`_runs`).
 
     parent of NAME/
@@ -37,11 +37,16 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class OutputError(OSError, ValueError):
-    """An error for a path that cannot be written, is in use, or is not ours to replace."""
+    """An error for a path that cannot be written, is in use, or must not be replaced."""
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted, without hidden ones such as locks."""
+    """Return the names in a folder, sorted, without hidden ones such as locks.
+
+    The list is empty if the folder does not exist, for example because it was moved.
+    """
+    if not folder.is_dir():
+        return []
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
@@ -205,7 +210,7 @@ class NewFolder:
         """Make the hidden folder, or take over the one that an interrupted run left, and lock it.
 
         Raises:
-            OutputError: Another run holds the folder, it is not ours, or its parent is not
+            OutputError: Another run has locked the folder, it is not ours, or its parent is not
                 writable.
         """
         if self._lock is not None:
@@ -276,8 +281,8 @@ class NewFolder:
         """Move the result to its final path, and remove the hidden folder.
 
         Raises:
-            OutputError: Something else is at the final path now. It is left alone, and the result
-                is kept: no later run removes it.
+            OutputError: Something else is at the final path now. It is not changed, and the
+                result is kept: no later run removes it.
         """
         # if somebody moved the hidden folder, whatever is at its path now is not ours
         if not self._has_its_name():
@@ -299,7 +304,7 @@ class NewFolder:
             self.discard()
 
     def discard(self) -> None:
-        """Remove the hidden folder and its contents; leave the final path alone."""
+        """Remove the hidden folder and its contents, but nothing at the final path."""
         try:
             if self._lock is not None and self._has_its_name():
                 _empty(self.place, keep=[_MARKER])

@@ -105,8 +105,8 @@ def chunked_loss(
         loss_of: The loss of a chunk.
         size: The number of positions in a chunk.
         leaves: Tensors that the head uses instead of the parameters: detached copies, so that the
-            graph and the hooks of the parameters are left alone until backward. Default: the
-            head uses the parameters themselves, as a module does.
+            graph and the hooks of the parameters are not used until backward. Default: the head
+            uses the parameters themselves, as a module does.
     """
     # `needs_input_grad` ignores no_grad, so gradients would be computed for nothing
     if not torch.is_grad_enabled():

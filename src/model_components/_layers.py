@@ -37,7 +37,8 @@ class ReadOnlyWeight(Tensor):
     def of(cls, weight: Tensor) -> Tensor:
         """Return a read-only view of a computed weight.
 
-        A parameter is returned unchanged, and so is any weight while torch traces or transforms.
+        A parameter is returned unchanged, and so is any weight while torch traces or transforms a
+        function.
 
         >>> weight = ReadOnlyWeight.of(torch.ones(2))
         >>> weight + 1

@@ -133,7 +133,7 @@ def _check_loaded(
     damaged = [
         name
         for name, tensor in model.state_dict().items()
-        # tensors that a device map leaves on the disk are on meta here, without values
+        # tensors that a device map leaves on the disk are on the meta device here, without values
         if tensor.is_floating_point() and tensor.device.type != "meta" and not _is_finite(tensor)
     ]
     for problem, names in (

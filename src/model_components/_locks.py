@@ -137,7 +137,7 @@ FolderLock = WindowsLock if importlib.util.find_spec("fcntl") is None else Posix
 
 def write_holder(path: Path) -> None:
     """Write this process's id and host name into a lock file."""
-    # without O_NOFOLLOW, this could overwrite a user's file through a planted link
+    # without O_NOFOLLOW, this could overwrite a user's file to which somebody made a link
     flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
         file.truncate()  # opening a descriptor does not truncate the file

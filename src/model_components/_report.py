@@ -1,6 +1,6 @@
-"""Base class of reports and plans, which print as tables, render in notebooks and become JSON.
+"""The base class of reports and plans, and helpers for plots.
 
-The module also has helpers for plots.
+Reports print as tables, render in notebooks and can be converted to JSON.
 """
 
 from __future__ import annotations

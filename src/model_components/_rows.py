@@ -136,7 +136,8 @@ def _csv_rows(file: IO[str], delimiter: str) -> Iterator[tuple[int, object]]:
         before = 1
     else:
         file.seek(0)
-    # without strict, a quote that is not closed, or is closed within a field, would swallow rows
+    # strict, because otherwise a quote that is not closed, or is closed within a field, would hide
+    # the next rows
     reader = csv.DictReader(file, delimiter=delimiter or _delimiter_of(header), strict=True)
     names = list(reader.fieldnames or ())
     for name in names:

@@ -46,8 +46,8 @@ class RunFolder:
     With several processes, only the first one locks the folder and compares the settings.
 
     Raises:
-        OutputError: On entering. Another run holds the folder. The folder cannot be written. It
-            belongs to a run with other settings, or has results but no ``run.json``. With
+        OutputError: On entering. Another run has locked the folder. The folder cannot be written.
+            It belongs to a run with other settings, or has results but no ``run.json``. With
             ``fresh``, its checkpoints are links.
         ValueError: On entering. ``run.json`` cannot be read.
     """
@@ -102,7 +102,7 @@ class RunFolder:
         try:
             with writing(self._to):
                 self._check()
-                # a path that is not a regular file is not from an earlier run, and is left alone
+                # a path that is not a regular file is not from an earlier run, and is not changed
                 if not os.path.lexists(path / _LOCK) or is_file(path / _LOCK):
                     write_holder(path / _LOCK)
                     self._signed = path / _LOCK
@@ -152,7 +152,7 @@ class RunFolder:
             # a folder among the results, such as a model, stays until the next one replaces it
             for path in (*filter(is_of_trainer, checkpoints), *filter(Path.is_file, results)):
                 remove(path)
-        # a resumed run leaves `run.json` alone, because a user may have put notes into it
+        # a resumed run does not change `run.json`, because a user may have put notes into it
         if self.fresh or is_new:
             self.update()
 
@@ -206,7 +206,7 @@ class RunFolder:
         if different:
             names = ", ".join(name.removeprefix("contents.") for name in different)
             raise OutputError(
-                f"{self._to}: {names} changed since the run in this folder began; restore it, "
+                f"{self._to}: {names} changed since the run in this folder began; undo the change, "
                 f"{self._instead}"
             )
 

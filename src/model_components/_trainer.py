@@ -215,8 +215,8 @@ class StepTrainer(Trainer):
                 f"the newest checkpoint is {newest}; a run resumed from it keeps its learning rate"
             )
         return DeadRunError(
-            f"{operation}: expected finite numbers, but {what}; {saved}. Try a lower learning "
-            "rate in a new run, float32 or bfloat16, or look for outliers in the data"
+            f"{operation}: expected finite numbers, but {what}; {saved}. In a new run, try a "
+            "lower learning rate, float32 or bfloat16, or look for outliers in the data"
         )
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:

@@ -78,7 +78,7 @@ def examine(root: Path | None = None) -> list[Finding]:
         else:
             problem = (
                 f"{root / package / '__init__.py'} is missing or not ours; another distribution "
-                "may have removed it"
+                "may have removed or replaced it"
             )
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
         # --force-reinstall, because pip considers our packages intact; --no-deps, to keep torch

@@ -32,8 +32,8 @@ class KernelRow:
     Attributes:
         path: The name of the path.
         shape: (out_features, in_features).
-        worst: The largest error divided by its budget, at most 1; None if the path could not be
-            tested or is wrong.
+        worst: The largest error divided by the largest allowed error (its budget), at most 1; None
+            if the path could not be tested or is wrong.
         eager_ms: The median milliseconds of forward and backward in the eager path.
         fused_ms: The median milliseconds of forward and backward in the fused path.
         problem: Why the path was not tested or timed, or is wrong; None if all went well.
@@ -140,7 +140,7 @@ def measure_kernels(
     >>> report.device, report.written
     ('cpu', None)
     """
-    # here, so that the command's --help loads no torch
+    # imported here, so that the command's --help does not load torch
     import torch
 
     from ._checks import Whole, check_choice, check_value

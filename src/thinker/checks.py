@@ -17,7 +17,7 @@ from .tasks.rows import symbols_of
 
 
 def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
-    """Check that a task's layout, sizes and symbols fit the model.
+    """Check that a task's layout, sizes and symbols match the model.
 
     Latents at the tokens need `AtTokens`; other models need a plain task.
     """
@@ -31,7 +31,7 @@ def check_layout(operation: str, config: ThinkerConfig, task: Task) -> None:
         else:
             needed = 'a plain task, or a model with latent_init="tokens"'
         raise ValueError(
-            f"{operation}: the model has {has}, the task is {task!r}; expected {needed}"
+            f"{operation}: the model has {has}, and the task is {task!r}; expected {needed}"
         )
     # rows with answers of other lengths can have the same symbols, but another layout
     for name in ("vocab_size", "output_size"):

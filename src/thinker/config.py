@@ -24,7 +24,7 @@ _DERIVED: Any = None
 
 
 class ThinkerConfig(CheckedModelConfig):
-    """The sizes and choices of a `LatentThinker`.
+    """The sizes and other settings of a `LatentThinker`.
 
     With the defaults, a model learns to copy sequences in seconds on a CPU. To learn to reverse
     sequences, it needs ``from_end=True``; to learn to add numbers, it needs
@@ -241,7 +241,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether latents start from the input's tokens and the answer is read at them."""
+        """Return whether latents start from the input's tokens and themselves give the answer."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:

@@ -68,7 +68,7 @@ class CurriculumDataset(IterableDataset):
 
     Batch number ``step`` depends only on (seed, rank, step) and the schedule's state, so the
     batches are the same with any number of workers and after a resume. The exception is a schedule
-    that follows accuracy (see `report`): it needs ``num_workers=0``, since workers draw batches
+    that depends on accuracy (see `report`): it needs ``num_workers=0``, since workers draw batches
     before the accuracy is known. Use the data set in a `DataLoader` with ``batch_size=None``.
 
     Args:
@@ -256,7 +256,7 @@ class CurriculumDataset(IterableDataset):
         """Yield batches, beginning at the current step; see `batch` for ``details``.
 
         Raises:
-            ValueError: The iterator runs in a worker, but the schedule follows accuracy.
+            ValueError: The iterator runs in a worker, but the schedule uses the measured accuracy.
         """
         info = get_worker_info()
         stride = 1
@@ -277,7 +277,7 @@ class CurriculumDataset(IterableDataset):
             yield self.batch(self.step - stride, details=details)
 
     def holds_out(self, length: int) -> bool:
-        """Return whether the task has fixed rows of this length, of which one or more is held out.
+        """Return whether the task has fixed rows of this length, with at least one held out.
 
         Without a holdout, and at lengths beyond the schedule's longest one, all fixed rows count as
         held out. The result is False if the task draws its inputs.

@@ -26,7 +26,7 @@ _CROWD = 7 / 8
 class ExitRule(CheckedConfig):
     """A rule that stops rows of a batch early, in evaluation.
 
-    Rows that stopped leave the batch as soon as they are an eighth of it or more.
+    Rows that stopped are removed from the batch as soon as they are an eighth of it or more.
 
     Args:
         threshold: Stop a row when ‖z - z'‖ / ‖z'‖ is below this value for each of its latents z,
@@ -84,7 +84,7 @@ class Exits:
     def merged(self, latents: Tensor) -> Tensor:
         """Return the latents of every row.
 
-        Rows that stopped have the latents that they stopped with.
+        Rows that stopped have the latents of their last step.
         """
         # a copy, since later steps write into `self.latents`, and kept latents must not change
         whole = self.latents.clone()
@@ -129,7 +129,7 @@ class Exits:
         )
 
     def thought(self, kept: dict[int, Tensor], asked: set[int]) -> Thought:
-        """Return the result of every row.
+        """Return the result for all rows of the batch.
 
         The result has no memory, because rows that stopped at different steps wrote different
         amounts to it.

@@ -15,8 +15,8 @@ from .functional import Band, Turn
 from .state import Context
 
 _BAND = 16
-"""The ratio of the number of keys to the band's width from which a band is used. From this ratio
-on, a band was at least as fast as torch's attention with a mask, measured on a CPU."""
+"""A band is used if the number of keys is at least this many times the band's width. On a CPU, a
+band was then at least as fast as torch's attention with a mask."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def token_frame(
     if context.mask is None:
         real = None
     else:
-        # latents of padding move as well, but must not decide when a row stops
+        # latents of padding change as well, but must not decide when a row stops
         real = context.mask[:, -n:, None].to(context.keys_values[0][0].dtype)
     turned = turn(context.index[:, -n:])
     is_grid = context.index.shape[-1] > 1

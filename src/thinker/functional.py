@@ -65,7 +65,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Band:
-    """The keys near each query, ``behind`` positions before it to ``ahead`` positions after it.
+    """The keys near each query, from ``behind`` positions before it to ``ahead`` after it.
 
     The last query has the position of the last key. Time and memory are O(n W), where W is the
     width of the band, behind + 1 + ahead; with a mask over m keys they are O(n m).

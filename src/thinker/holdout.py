@@ -20,8 +20,8 @@ class HoldOut:
     """The share of a task's inputs that is held out of training.
 
     Args:
-        task: The task. Rows with a `Sample.key` are chosen by it, other rows by their tokens.
-        share: The share of the inputs of each length; 0: none.
+        task: The task. Rows are chosen by their `Sample.key`, or by their tokens if there is none.
+        share: The share of the inputs of each length that is held out; 0: none.
         longest: The longest length in training.
         device: The device of the samples.
     """

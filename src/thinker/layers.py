@@ -180,7 +180,7 @@ class Readout(nn.Module):
     """The read-out: queries attend to the latents and give the logits of the answer.
 
     Optionally the queries also attend to each other. An MLP, a norm and the output head follow. If
-    the latents are the answer, there are only the norm and the head.
+    each latent gives a symbol of the answer, there are only the norm and the head.
     """
 
     def __init__(self, config: ThinkerConfig):

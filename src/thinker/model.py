@@ -281,7 +281,7 @@ class LatentThinker(CompleteModel):
                     latents = latents + noise * _normal(latents.shape, latents, generator)
                 latents, memory = self._step(latents, row, context, memory, frame)
             if number in keep:
-                # rows that left the batch are included, with the latents that they stopped with
+                # rows that left the batch are included, with their last latents
                 kept[number] = latents if exits is None else exits.merged(latents)
             residuals.append(frame.residual(before, latents))
             if exits is not None:
@@ -341,7 +341,8 @@ class LatentThinker(CompleteModel):
                 ``latent_init="tokens"`` it is always the number of latents.
 
         Raises:
-            ValueError: ``out_len`` does not fit the model.
+            ValueError: ``out_len`` is out of range or, with ``latent_init="tokens"``, is not the
+                number of latents.
         """
         return self._decode(state.latents, out_len, state.places)
 

@@ -74,7 +74,7 @@ class Preset:
                 length as ``max_length``, which sets the number of steps.
 
         Returns:
-            The data set, whose ``task`` is laid out for the model.
+            The data set, whose ``task`` has the layout that the model needs.
         """
         if not isinstance(task, Task):
             raise ValueError(

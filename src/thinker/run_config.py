@@ -18,9 +18,9 @@ class RunConfig:
 
     Args:
         preset: A combination of model, lengths, steps and loss for one kind of task: scan (answers
-            from left to right), exchange (neighbors in both directions), pointer (lookups) or grid
-            (grids of one size). The preset replaces --schedule, --plan, --steps and the task's own
-            recipe.
+            are found from left to right), exchange (neighbors exchange information in both
+            directions), pointer (answers are looked up) or grid (grids of one size). The preset
+            replaces --schedule, --plan, --steps and the task's recipe (its own defaults).
         options: Options of the task, as NAME=VALUE, for example symbols=32.
         model: Fields of ThinkerConfig, as NAME=VALUE, for example num_heads=8. With
             latent_init=tokens there is one latent for each token.

@@ -48,8 +48,8 @@ class Run(CheckedConfig):
         preset: Name of a preset, which sets the model, schedule, steps and loss.
         options: Options of the task.
         model: Fields of the `ThinkerConfig`.
-        length: Longest sequence in training.
-        steps: Fewest and most thinking steps.
+        length: Length of the longest sequences in training.
+        steps: Minimum and maximum number of thinking steps.
         plan: Name of a plan, or its table.
         schedule: Schedule of the training lengths.
         batch: Number of rows in a batch.
@@ -190,7 +190,7 @@ def run_of(task: str, config: RunConfig) -> Run:
     }
     fields: dict[str, Any] = recipe | {n: value for n, value in flags.items() if value is not None}
     if model.get("latent_init") == "noise":
-        fields.setdefault("iterations", 2400)  # longer, to learn any number of latents
+        fields.setdefault("iterations", 2400)  # more, to learn to use any number of latents
     fields["options"] = recipe.get("options", {}) | _named_values(config.options)
     lengths = config.lengths
     if task not in TASKS:
@@ -212,7 +212,7 @@ def run_of(task: str, config: RunConfig) -> Run:
 
 
 def _check_task(task: str) -> None:
-    """Check that a task is one that the command trains, or a file."""
+    """Check that a task is a file, or a named task that the command can train."""
     known = sorted(name for name, kind in TASKS.items() if not kind.by_step)
     if task in TASKS and task not in known:
         raise ValueError(
@@ -227,7 +227,7 @@ def _check_task(task: str) -> None:
 
 
 def _check_rows(rows: RowsTask, config: RunConfig) -> None:
-    """Check that the flags of a run fit the rows of a file."""
+    """Check that the flags of a run can be used with the rows of a file."""
     if config.options:
         raise ValueError(f"think train: a file of rows takes no --options, got {config.options[0]}")
     if config.preset == "grid" and len(rows.lengths) > 1:
@@ -266,7 +266,7 @@ def _plan_of(plan: str) -> str:
             f"think train: --plan must be {', '.join(PLANS)} or a file with a table, got {plan}"
         )
     with reading(path, "think train"):
-        # its text, not its path: a resumed run does not need the file any more
+        # the file's text, so that a resumed run no longer needs the file
         return path.read_text(encoding="utf-8")
 
 

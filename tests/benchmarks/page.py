@@ -45,8 +45,8 @@ TABLES = {
         "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
         "the time divided by that of a trainable `nn.Linear` of the same size, which is the "
         "lower bound (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. "
-        "`saved` is the memory that autograd keeps until the backward pass in addition to "
-        "parameters and inputs. Peaks were measured in separate processes.",
+        "The file's `saved` is the memory that autograd keeps until the backward pass in addition "
+        "to parameters and inputs. Peaks were measured in separate processes.",
     ),
     "masked_kl": Table(
         "masked_kl",
@@ -72,8 +72,8 @@ TABLES = {
         "cpu",
         "CPU seconds of one thread; variants run alternately in one process. `ratio` is "
         "relative to a dense `nn.Linear`. One token goes through twelve layers with separate "
-        "weights, as in decoding. `saved` is the memory that autograd keeps in addition to "
-        "the parameters, including x. tensorly-torch is its factorized block tensor train, "
+        "weights, as in decoding. The file's `saved` is the memory that autograd keeps in addition "
+        "to the parameters, including x. tensorly-torch is its factorized block tensor train, "
         "which is the same sum of Kronecker products.",
     ),
     "kron_model": Table(
@@ -109,7 +109,7 @@ TABLES = {
         "CPU seconds of one thread; variants run alternately in one process. `think` is eight "
         "steps and one read-out of the answer, with the same widths and the same read-out; "
         "`ratio` is relative to torch's decoder layer as the shared block. perceiver-pytorch "
-        "is its weight-tied Perceiver, which outputs a mean. `saved` is the memory that "
+        "is its weight-tied Perceiver, which outputs a mean. The file's `saved` is the memory that "
         "autograd keeps in addition to the parameters. `gradients` is 32 steps of 128 x 100 "
         "tokens.",
     ),
@@ -168,6 +168,7 @@ def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
     """A dot for each row's ratio, a line of dots for each way; whether there is anything to
     compare."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     ratios = ratios_of(rows, table)
     ways = {
@@ -191,6 +192,10 @@ def draw(rows: Sequence[Mapping[str, str]], table: Table, path: Path) -> bool:
         yticks=range(len(ways)),
     )
     axes.set_yticklabels(list(reversed(ways)), fontsize=8)
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 3 * low else MaxNLocator(6))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
     save_picture(figure, path)
     return True
 
@@ -207,7 +212,6 @@ def write_page() -> None:
         "measurement, with its commit, date and versions.",
         "",
     ]
-    lines += fused_paths.section()
     for name, table in TABLES.items():
         found = latest(f"{name}.csv")
         # a GPU's rows are in fused_paths and in the guides
@@ -224,4 +228,5 @@ def write_page() -> None:
         if draw(rows, table, PLOTS / f"{name}.svg"):
             lines += [f"![Time ratios: {table.title}](measured/{name}.svg)", ""]
         lines += [*summary(rows, table), ""]
+    lines += fused_paths.section()
     PAGE.write_text("\n".join(lines), encoding="utf-8")

@@ -1004,7 +1004,7 @@ def test_pickled_shards_are_those_of_the_index(tmp_path):
     with pytest.raises(PlanError, match=f"names {second.name}, which does not exist"):
         merge()
     torch.save({"c": torch.ones(2)}, second)
-    with pytest.raises(PlanError, match=f"{second.name}: expected b, which the index places"):
+    with pytest.raises(PlanError, match=f"{second.name}: expected b, which the index lists"):
         merge()
     torch.save({"b": torch.zeros(2)}, second)
     assert {name: value.tolist() for name, value in merge().items()} == {

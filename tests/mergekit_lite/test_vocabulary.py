@@ -118,7 +118,7 @@ def test_padding_a_source_path_and_placed_tokens(folders, tmp_path):
 
 def test_bad_token_rules(folders, tmp_path):
     for spec, message in [
-        ("tokens: {w2: {force: true}}", "expected a source, which force: true requires, got none"),
+        ("tokens: {w2: {force: true}}", "expected a source together with force: true, got none"),
         ("tokens: {w2: {source: elsewhere}}", "expected one of the recipe's models as source"),
         (f"tokens: {{only-x: {{source: {folders['y']}}}}}", "has no token 'only-x'"),
     ]:
@@ -272,7 +272,7 @@ def test_files_that_cannot_lose_tokens_are_copied_with_a_note(tmp_path):
     options = {"weight": 0.5, "tokenizer_source": "base", "out": tmp_path / "out"}
     report = merge_models(models, "linear", progress=False, **options)
     assert "1 tokens of the tokenizer have no row" in str(report)
-    assert "files are copied with the tokens without a row" in str(report)
+    assert "files keep the tokens that have no row" in str(report)
 
 
 @pytest.mark.parametrize("kind", ["separator", "added_tokens.json", "added_tokens_decoder"])

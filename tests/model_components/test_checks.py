@@ -87,7 +87,7 @@ def test_whole_numbers_are_numbers_and_lists_become_tuples():
 def test_unknown_names_are_refused_with_the_one_that_is_meant():
     with pytest.raises(ValueError, match=r"Settings: unknown field rnk; did you mean rank\?"):
         Settings.from_dict({"rnk": 1})
-    with pytest.raises(ValueError, match=r"Settings: unknown field zzz; expected some of rank,"):
+    with pytest.raises(ValueError, match=r"Settings: unknown field zzz; expected one of rank,"):
         Settings.from_dict({"zzz": 1})
 
 

@@ -85,7 +85,7 @@ def test_another_run_is_refused_by_what_differs(facts, message, tmp_path):
 def test_data_that_changed_are_refused(tmp_path):
     with open_run(tmp_path / "run", contents={"a.txt": "1f"}):
         pass
-    message = "a.txt changed since the run in this folder began; restore it"
+    message = "a.txt changed since the run in this folder began; undo the change"
     changed = open_run(tmp_path / "run", contents={"a.txt": "2e"})
     with pytest.raises(OutputError, match=message), changed:
         pass

@@ -163,7 +163,7 @@ def text(page: Page) -> str:
         f"What it is for, and how it works: [the guide](../{page.guide}.md).",
         "",
     ]
-    lines += ["| name | |", "|---|---|"]
+    lines += ["| name | purpose |", "|---|---|"]
     for name in names(page):
         home, short = name.rsplit(".", 1)
         thing = getattr(importlib.import_module(home), short)

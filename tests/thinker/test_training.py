@@ -1341,6 +1341,8 @@ def test_with_reach_a_first_batch_of_few_answers_is_no_bar(tmp_path):
 
 def test_few_rows_are_said_and_give_no_advice():
     few = Curves((6, 8), ((1, 2), (1, 2)), ((Accuracy(0.9, 0.5, 6), Accuracy(0.9, 0.34, 6)),) * 2)
-    assert few.remarks() == ["few rows, so shares are rough: 6 at length 6, 6 at length 8"]
+    assert few.remarks() == [
+        "few rows, so the percentages are imprecise: 6 at length 6, 6 at length 8"
+    ]
     many = Curves((6,), ((1, 2),), ((Accuracy(0.9, 0.5, 512), Accuracy(0.9, 0.34, 512)),))
     assert "Use n_step=1" in many.remarks()[0]

@@ -121,7 +121,7 @@ def read_grid(path: Path) -> Any:
     named = [{str(k).replace("-", "_"): _numbers(v) for k, v in one.items()} for one in grids]
     if any(len(one) < len(given) for one, given in zip(named, grids, strict=True)):
         raise ValueError(
-            f"sweep: expected each setting once in {path}, got one twice, spelled with - and with _"
+            f"sweep: expected each setting once in {path}, got one setting both with - and with _"
         )
     return named
 

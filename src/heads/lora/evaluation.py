@@ -38,7 +38,7 @@ def check_judge(judge: object, config: TuneConfig) -> None:
             "the reference answers and returns a judge"
         )
     if judge is not None and not config.answers:
-        raise ValueError("tune: answers is 0, expected 1 or more for the judge to score")
+        raise ValueError("tune: answers is 0, expected 1 or more, because a judge is given")
 
 
 def name_of(judge: object) -> str | None:

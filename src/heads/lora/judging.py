@@ -21,7 +21,7 @@ class LikelihoodGain:
     """A judge that scores how much likelier a prompt makes an answer under a language model.
 
     The score is ``log p(answer | prompt) - log p(answer)``, in nats. Text that is likely after any
-    prompt, such as one repeated word, gains little. An empty answer scores 0. The score is a sum
+    prompt, such as one repeated word, gets a low score. An empty answer gets 0. The score is a sum
     over tokens, because a mean would prefer half an answer to the whole.
 
     Args:

@@ -205,7 +205,7 @@ def inject_(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence two harmless warnings, on ``fan_in_fan_out`` and on a deprecated name.
+    """Silence two harmless warnings.
 
     The first is about ``fan_in_fan_out``, which peft corrects by itself. The second is about the
     deprecated name ``is_gradient_checkpointing``.
@@ -385,7 +385,7 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
 def _merges(
     x: Tensor, weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter]
 ) -> bool:
-    """Return whether computing ``x (W + s B A)ᵀ`` is cheaper and loses no precision.
+    """Return whether it is cheaper to compute ``x (W + s B A)ᵀ``, and loses no precision.
 
     In half precision, rounding W + s B A would erase small updates.
     """

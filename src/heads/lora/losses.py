@@ -107,7 +107,11 @@ def _is_fused(base: Any) -> bool:
 
 
 def _language_model(model: nn.Module, operation: str) -> Any:
-    """Return the language model inside ``model``; raise ValueError if it has no body or no head."""
+    """Return the language model inside ``model``.
+
+    Raises:
+        ValueError: There is no such model, or it has no head.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or base.base_model is base:
         raise ValueError(
@@ -155,7 +159,7 @@ def _check_loss(base: Any, operation: str) -> None:
             expected = base(input_ids=ids, labels=ids, use_cache=False).loss
             total, count = _summed_loss(base, ids, input_ids=ids)
         near = abs(float(total / count) - float(expected)) <= _NEAR * abs(float(expected))
-    except RuntimeError:  # the head does not fit the hidden states
+    except RuntimeError:  # the head expects hidden states of another size
         near = False
     if not near:
         raise ValueError(

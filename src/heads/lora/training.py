@@ -1,4 +1,4 @@
-"""`tune`: fine-tune a language model on rows of text, with adapters or in full."""
+"""`tune`: fine-tune a language model, or adapters for it, on rows of text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .report.runs import CURVES, LOG, REPORT, TuneReport, read_report
 from .storage.merge import RoundingError, merge_lora
 from .surgery.trainable import load_trainable
 
-_LARGE = 1_000_000_000  # number of parameters from which a model needs a lower learning rate
+_LARGE = 1_000_000_000  # models with at least this many parameters get a lower learning rate
 # Default learning rates of small and of large models. The rates of small models come from a search
 # on SmolLM2-135M (docs/lora.md), and the rates of large models from Dettmers et al., arXiv
 # 2305.14314, and from Stanford Alpaca.
@@ -69,9 +69,9 @@ def tune(
     The folder ``out`` receives ``adapter`` (peft's files, unless r is 0), ``model`` (the merged
     checkpoint, or the tuned model if r is 0), ``answers.json``, ``log.json``, ``report.json`` and,
     if matplotlib is installed, ``curves.png``. A merged checkpoint is not written if ``merge`` is
-    False. It is written in float32 if rounding to the model's dtype would lose more than a quarter
-    of the updates. The folder also keeps ``run.json`` and the newest checkpoint of the training, in
-    ``checkpoints``.
+    False, or if `merge_lora` does not support the model; the report then says why. It is written in
+    float32 if rounding to the model's dtype would lose more than a quarter of the updates. The
+    folder also keeps ``run.json`` and the newest checkpoint of the training, in ``checkpoints``.
 
     A checkpoint is written after every tenth of the steps. Repeating the call continues an
     interrupted run from its newest checkpoint. If the run has finished, the call returns its
@@ -415,8 +415,8 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
         )
         # this replaces the card that peft wrote, which is an unfilled template
         complete_folder(out / "adapter", card, tokenizer=tokenizer)
-    if (out / "model").exists():  # written by an earlier call of this run that was stopped later
-        return []
+    if (out / "model").exists():  # an earlier call wrote it, but was stopped later
+        return _note_on_dtype(model, out / "model")
     if not config.r:
         card = card_of(
             f"{shown_name(str(folder))}, tuned",
@@ -438,15 +438,24 @@ def _merged(model: Any, out: Path, tokenizer: Any, progress: bool) -> list[str]:
     try:
         merge_lora(model, out, tokenizer=tokenizer, progress=progress)
     except OutputError:
-        # also a ValueError, but it means a full disk or a folder in use, not a rejected merge
+        # an OutputError means a full disk or a folder in use, not a rejected merge
         raise
-    except RoundingError as error:
+    except RoundingError:
         merge_lora(model, out, dtype="float32", tokenizer=tokenizer, progress=progress)
-        lost = str(error).partition(", expected")[0].removeprefix("merge_lora: ")
-        return [f"model is in float32, because {lost}"]
     except ValueError as error:
         return [f"model was not written: {error}. The adapter is saved."]
-    return []
+    return _note_on_dtype(model, out)
+
+
+def _note_on_dtype(model: Any, out: Path) -> list[str]:
+    """Return a remark if the merged model is in float32 although the base is not."""
+    stored = AutoConfig.from_pretrained(out).dtype
+    if stored in (None, model.dtype) or stored != torch.float32:
+        return []
+    return [
+        f"model is in float32, because rounding to {model.dtype} would lose more than a quarter of "
+        "the updates"
+    ]
 
 
 def _reset_peak() -> None:

@@ -80,8 +80,8 @@ def check_loadable(encoder: PreTrainedModel) -> None:
             rebuilt = AutoModel.from_config(config, dtype=encoder.dtype)
     except Exception as error:  # a config's own checks may raise anything
         raise ValueError(
-            f"from_encoder: expected an encoder that AutoModel.from_config can build, got {name}, "
-            f"for which it fails: {error}"
+            f"from_encoder: expected an encoder that AutoModel.from_config can build, but for "
+            f"{name} this fails: {error}"
         ) from error
     before, after = _shapes(encoder), _shapes(rebuilt)
     if before != after:

@@ -32,8 +32,9 @@ class PairwiseConfig(CheckedModelConfig):
             a score and learns how often answers with close scores tie. ``"antisymmetric"`` compares
             the two answers directly. ``"concat"``, a classifier over their concatenated features,
             is a baseline; it is the only link whose verdict depends on which answer is called A.
-        pooling: The hidden states that represent an answer: the ``"mean"`` of its last hidden
-            states, or the sequence's ``"first"`` or ``"last"`` one. Several are concatenated.
+        pooling: The states of the last layer that represent an answer: the ``"mean"`` over the
+            answer's tokens, or the state of the sequence's ``"first"`` or ``"last"`` token. If
+            several are given, they are concatenated.
         ties: Whether there is a class for ties.
         hidden_features: Hidden width of the head. 0 means a width of 64 with ``"antisymmetric"``,
             and a linear function of the features with any other link.

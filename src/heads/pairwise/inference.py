@@ -222,7 +222,7 @@ def rank_answers(model: Judge, answers: Sequence[Answer], batch_size: int) -> Ra
     features = []
     looks = []
     with evaluating(model), torch.autocast(device.type, enabled=False):
-        # a batch has fewer answers than pairs, because only answers go through the encoder
+        # fewer answers than pairs at once, because only answers go through the encoder
         for start in range(0, count, max(1, batch_size // 4)):
             part = answers[start : start + max(1, batch_size // 4)]
             # pair each answer with itself: the pair gives its index, which equal answers share

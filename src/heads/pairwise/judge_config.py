@@ -40,9 +40,9 @@ class JudgeConfig(CheckedConfig):
         hidden_features: Hidden width of the head. 0 means a width of 64 with link=antisymmetric,
             and a linear head with any other link.
         dropout: Dropout probability, for the features and inside the head.
-        epochs: Maximum number of epochs; default: 8, or 3 if the encoder trains.
+        epochs: Maximum number of epochs; default: 8, or 3 if the encoder is trained.
         batch_size: Number of pairs per step.
-        learning_rate: Peak learning rate; default: 1e-3, or 3e-5 if the encoder trains.
+        learning_rate: Peak learning rate; default: 1e-3, or 3e-5 if the encoder is trained.
         head_lr_ratio: Learning rate of the head divided by the learning rate of the encoder;
             ignored with freeze=all.
         layer_decay: Factor by which the learning rate falls from each encoder layer to the layer
@@ -86,5 +86,5 @@ class JudgeConfig(CheckedConfig):
 
     @property
     def trains_encoder(self) -> bool:
-        """Return whether any part of the encoder trains."""
+        """Return whether any part of the encoder is trained."""
         return self.freeze != "all"

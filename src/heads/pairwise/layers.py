@@ -180,7 +180,7 @@ class PairwiseHead(nn.Module):
     def set_tie_rate_(self, rate: float) -> None:
         """Set the probability of a tie between answers with equal scores.
 
-        With the tie rate of the data, a new head starts closer to data with few or many ties.
+        Pass the tie rate of the training pairs, so that a new head predicts this rate at first.
 
         Raises:
             ValueError: ``rate`` is not strictly between 0 and 1, or the head has no class for ties.
@@ -189,7 +189,7 @@ class PairwiseHead(nn.Module):
             if rate == 1 / 3:  # the rate of every new head
                 return
             raise ValueError(
-                "PairwiseHead: expected a head with ties=True to set its tie rate, got ties=False"
+                "PairwiseHead: ties is False, expected True: only such a head has a tie rate"
             )
         if not 0 < rate < 1:
             raise ValueError(f"PairwiseHead: rate is {rate}, expected a number between 0 and 1")
@@ -214,7 +214,7 @@ class PairwiseHead(nn.Module):
         """
         if self.link != "davidson":
             raise ValueError(
-                f"PairwiseHead: expected link 'davidson' to score single answers, got {self.link!r}"
+                f"PairwiseHead: link is {self.link!r}, but only 'davidson' scores single answers"
             )
         scores = self._read(features)[..., 0]
         if self.encoding is None or self.beside is None:

@@ -203,7 +203,7 @@ class PairwiseModel(SavedJudge):
         model = cls(config, inner)
         model.tokenizer = tokenizer
         if tokenizer is not None:
-            Template(tokenizer, config)  # raises if there is no room for text
+            Template(tokenizer, config)  # raises if max_tokens is too small for text
         return model
 
     def dataset(self, pairs: Sequence[object], *, progress: bool = True) -> PairwiseDataset:

@@ -122,7 +122,7 @@ class PackingReport(Report):
         return [
             f"{self.encoder}: packed, no padding"
             if self.packed
-            else f"{self.encoder}: padded, {self.reason}"
+            else f"{self.encoder}: padded, because {self.reason}"
         ]
 
 

@@ -26,7 +26,7 @@ def packed_attention(
     they attend only to themselves and to earlier tokens.
     """
     tokens, heads, width = query.shape
-    # each head of the key serves a run of neighboring query heads, as in torch's enable_gqa
+    # neighboring query heads share a head of the key, as in torch's enable_gqa
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     place = torch.arange(tokens, device=query.device)
     # right=True: a sequence's end is the start of the next one; empty sequences get no token

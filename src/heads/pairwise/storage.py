@@ -25,7 +25,7 @@ _FROM_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", 
 
 
 class SavedJudge(Judge):
-    """The part of `PairwiseModel` that saves, loads and uploads."""
+    """The part of `PairwiseModel` that saves, loads and uploads judges."""
 
     @classmethod
     def from_pretrained(cls, place: str | os.PathLike[str], *args: object, **kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ class FreezeReport(Report):
 
     Attributes:
         frozen: The names of the modules that were frozen.
-        frozen_parameters: The number of the model's parameters that do not train.
-        trained_parameters: The number of the model's parameters that train.
+        frozen_parameters: The number of the model's parameters that are not trained.
+        trained_parameters: The number of the model's parameters that are trained.
     """
 
     frozen: tuple[str, ...]
@@ -31,8 +31,8 @@ class FreezeReport(Report):
         """Return a line with the totals."""
         what = ", ".join(self.frozen) if self.frozen else "nothing"
         return [
-            f"frozen: {what} ({self.frozen_parameters:,} parameters); {self.trained_parameters:,} "
-            "train"
+            f"frozen: {what} ({self.frozen_parameters:,} parameters); trained: "
+            f"{self.trained_parameters:,} parameters"
         ]
 
 
@@ -108,7 +108,7 @@ def keep_lowest_(encoder: PreTrainedModel, depth: int) -> None:
 def freeze_(model: Judge, what: str) -> FreezeReport:
     """Freeze part of a `PairwiseModel`'s encoder, in place.
 
-    The rest of the encoder trains, and so does the head. Each call undoes earlier calls.
+    The rest of the encoder and the head are trained. Each call undoes earlier calls.
 
     Args:
         model: A `PairwiseModel`.
@@ -128,7 +128,7 @@ def freeze_(model: Judge, what: str) -> FreezeReport:
     ...     intermediate_size=8,
     ... )
     >>> print(freeze_(PairwiseModel(PairwiseConfig(encoder=small)), "bottom:1"))
-    frozen: embeddings, encoder.layer.0 (4,664 parameters); 473 train
+    frozen: embeddings, encoder.layer.0 (4,664 parameters); trained: 473 parameters
 
     Raises:
         ValueError: ``what`` has another value or asks for more layers than there are, layers share

@@ -124,7 +124,7 @@ def fit_uncertainty_(
     head: Any = model.head
     if hasattr(head, "modules_to_save"):
         head = head.modules_to_save[head.active_adapter]
-    # fit around the verdicts without a covariance, even if the judge already has one
+    # compute the verdicts without a covariance, even if the judge already has one
     head.covariance = None
     information = torch.zeros(width, width, dtype=torch.float64)
     with evaluating(model):

@@ -38,8 +38,8 @@ def batches(
     Raises:
         ValueError: There is no list of batches, or a batch has contents that the model cannot run
             on: text, NaN or infinity, token ids that are not integers or not in the vocabulary,
-            sequences longer than the model's positions, only labels or, for an encoder-decoder,
-            padding or no decoder inputs.
+            sequences longer than the model's positions, or only labels. For an encoder-decoder,
+            padding and missing decoder inputs are errors, too.
     """
     check_model(operation, model)
     if isinstance(calibration, str | Path):

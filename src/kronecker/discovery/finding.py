@@ -65,7 +65,7 @@ def resolve(
 
     A single config applies to the layers of MLPs or, with a ``filter_fn``, to the layers that this
     function accepts. The last layer of each MLP gets the transposed shapes.
-    In a map, the first pattern (`fnmatch`) that matches a layer's name gives its config. ``batch``
+    In a map, the first pattern (`fnmatch`) that matches a layer's name sets its config. ``batch``
     holds arguments to run the model with. It is needed if the model reads neither tokens nor
     images.
     """
@@ -216,7 +216,7 @@ def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule that has a dotted name, and give the old hooks to the new module."""
+    """Replace the submodule with a dotted name, and give its hooks to the new module."""
     parent, _, last = name.rpartition(".")
     for hooks in HOOKS:  # the same dictionaries, so that the handles of the hooks still work
         setattr(module, hooks, getattr(model.get_submodule(name), hooks))
@@ -244,7 +244,7 @@ def set_parameters_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Undo all changes to these submodules if the body of the ``with`` statement raises.
+    """Undo all changes to these submodules if the ``with`` block raises an exception.
 
     This restores the modules, their parameters and attributes, and ``requires_grad`` of all
     parameters of the model.
@@ -252,7 +252,7 @@ def all_or_nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     modules = submodules(model, names)
     # copies, since a fit puts new parameters into the modules' own dictionaries
     contents = {name: (dict(m._parameters), dict(vars(m))) for name, m in modules.items()}
-    # fading in freezes the original layers, which are restored after an error
+    # the original values, which are restored after an error
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield

@@ -153,9 +153,9 @@ def names_of(mlps: Iterable[Mlp]) -> set[str]:
 
 
 def _apart(trials: Sequence[Mlp], taken: set[str]) -> tuple[list[Mlp], list[Mlp]]:
-    """Split trials into trials to test later and trials to test now.
+    """Split candidate MLPs into those to test later and those to test now.
 
-    The trials to test now share no layer. Trials with a layer in ``taken`` are dropped.
+    Those to test now share no layer. Candidates with a layer in ``taken`` are dropped.
     """
     later: list[Mlp] = []
     now: list[Mlp] = []
@@ -291,7 +291,7 @@ def _hypotheses(before: Sequence[_Run], run: _Run) -> list[Mlp]:
 def _read_once(
     model: nn.Module, mlps: list[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> list[Mlp]:
-    """Return the MLPs whose hidden neurons only the last layer reads."""
+    """Return the MLPs whose hidden neurons are read only by their own last layer."""
     # one pass for all MLPs; each is tried alone only if another layer reads a neuron
     if not mlps or _tried(model, mlps, runs, rows)[1]:
         return mlps
@@ -301,7 +301,7 @@ def _read_once(
 def _tried(
     model: nn.Module, trials: Sequence[Mlp], runs: Sequence[_Run], rows: Mapping[str, object]
 ) -> tuple[list[Mlp], bool]:
-    """Test MLPs in one pass.
+    """Test candidate MLPs in one pass of the model.
 
     Return the confirmed MLPs, and whether no other layer reads their hidden neurons.
 

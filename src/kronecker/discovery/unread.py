@@ -26,7 +26,7 @@ from .stock import empty, parameter_shapes, stock_config
 
 @dataclass(frozen=True)
 class _Hidden:
-    """The parameters that write and read an MLP's hidden neurons, with the neurons' dimension."""
+    """The parameters that write or read hidden neurons, each with the dimension of the neurons."""
 
     writes: tuple[tuple[str, int], ...]
     reads: tuple[str, int]

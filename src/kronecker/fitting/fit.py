@@ -36,7 +36,7 @@ _REMARKS = {
     "known",
     "few": "a few tokens (attention sinks) make up more than half of the sum of squared outputs by "
     "which the relative error is divided, so the error says little about the other tokens",
-    "alone": "not fitted to compensate for the blocks that were dropped after it, since this takes "
+    "alone": "not fitted to compensate for the blocks that were dropped after it, since this needs "
     "a block with a single MLP whose output is added to the hidden states unchanged",
 }
 
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A part's new parameters by name, and its relative error."""
+    """A part's new parameters by name, and its squared relative error."""
 
     tensors: dict[str, Tensor]
     error: float  # the squared relative error

@@ -75,7 +75,7 @@ class MlpWeights:
         return F.linear(self.hidden(x), self.down_weight, self.down_bias)
 
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
-        """Return dense weights with a subset or a permutation of their hidden neurons."""
+        """Return the dense weights of a subset or a permutation of the hidden neurons."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
         ups = [(w[rows],) for (w,) in self.ups]
         biases = [None if b is None else b[rows] for b in self.up_biases]

@@ -1,4 +1,4 @@
-"""Choose which hidden neurons of one MLP to keep, and fit their weights to compensate for the rest.
+"""Choose which hidden neurons of one MLP to keep, and fit their weights to replace the others.
 
 Letters: H the model's width; I hidden neurons; O outputs.
 """
@@ -42,7 +42,7 @@ def normal_equations(weights: MlpWeights, moments: Moments, ridge: float) -> tup
 def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
     """Return the indices of the ``keep`` most important hidden neurons, in ascending order.
 
-    If these neurons were dropped, the other neurons could compensate least.
+    These are the neurons that the other neurons could replace least well.
     """
     moment, cross = normal_equations(weights, moments, _RIDGE)
     # measured once: twice or half as many neurons per step changed SmolLM2's loss by .003 or .012
@@ -53,7 +53,7 @@ def most_important(weights: MlpWeights, moments: Moments, keep: int) -> Tensor:
 def fit_neurons(
     mlp: Mlp, weights: MlpWeights, seen: Seen, keep: int, config: PruneConfig
 ) -> tuple[MlpWeights, float]:
-    """Return an MLP's weights with the best ``keep`` hidden neurons, and its squared error.
+    """Return an MLP's weights with only the best ``keep`` hidden neurons, and its squared error.
 
     The error is relative to the squared targets.
 

@@ -35,7 +35,8 @@ class LowRankEmbedding(LowRankLayer):
         num_embeddings: The number of rows, V.
         embedding_dim: The width of a row, H.
         rank: The rank r, or the share of the dense table's parameters to use, between 0 and 1.
-        padding_idx: The index that `to_embedding` passes on. Its row is not forced to zero.
+        padding_idx: The ``padding_idx`` of the result of `to_embedding`. Its row may differ from
+            zero.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
 

@@ -118,7 +118,7 @@ class SmallerLinear(SmallerWeight):
 
 
 def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Check that from_linear's ``init`` matches ``inputs``, and return a config's name for it."""
+    """Check that from_linear's ``init`` matches ``inputs``, and return its name in a config."""
     # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
@@ -287,9 +287,9 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
 
 
 class LowRankLinear(SmallerLinear, LowRankLayer):
-    """A linear layer ``x @ A.T @ B.T + bias`` with thin A (r, in_features), B (out_features, r).
+    """A linear layer ``x @ A.T @ B.T + bias`` with thin matrices A and B.
 
-    Its parameters are ``a``, ``b`` and ``bias``.
+    A is (r, in_features), and B is (out_features, r). Its parameters are ``a``, ``b`` and ``bias``.
 
     Args:
         in_features: The number of inputs, I.

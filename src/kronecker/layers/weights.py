@@ -195,7 +195,7 @@ def dense(linear: nn.Module) -> Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes the same as `nn.Linear` or transformers' `Conv1D`."""
+    """Return whether a module computes the function of `nn.Linear` or transformers' `Conv1D`."""
     # compare the forward method, not the class: quantized or scaled subclasses override it
     if type(module).forward is nn.Linear.forward or is_conv1d(module):
         return True

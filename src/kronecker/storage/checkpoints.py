@@ -55,9 +55,9 @@ def compressed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def resized(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of stock layers' parameters that differ from the model's config.
+    """Return the shapes of stock layers' parameters that the model's config does not describe.
 
-    The shapes differ if MLPs have lost different numbers of neurons.
+    There are such shapes if MLPs have lost different numbers of neurons.
     """
     if not isinstance(model, PreTrainedModel):
         return {}  # other models have no config to differ from
@@ -92,8 +92,8 @@ def save_pretrained(model: nn.Module, out: str | Path) -> None:
         out: A folder that does not exist or is empty.
 
     Raises:
-        ValueError: The model is not a transformers model, has no compressed layers or still runs
-            original layers, or the folder is not empty.
+        ValueError: The model is not a transformers model or has no compressed layers, its class is
+            not part of transformers, or the folder is not empty.
 
     >>> save_pretrained(nn.Linear(2, 2), "out")
     Traceback (most recent call last):
@@ -285,7 +285,7 @@ def from_pretrained(folder: str | Path, *, device: Any = "cpu") -> PreTrainedMod
 
     Raises:
         ValueError: The folder does not hold a compressed model, a file is truncated, or tensors do
-            not fit the layers that the folder lists.
+            not match the layers that the folder lists.
 
     >>> from_pretrained("./nowhere")
     Traceback (most recent call last):

@@ -135,7 +135,10 @@ def block_influences(blocks: Sequence[Block], states: Sequence[Tensor]) -> list[
 def config_with_blocks(
     model: PreTrainedModel, stack: Stack, stay: Sequence[int]
 ) -> PretrainedConfig:
-    """Return the model's config for only the blocks ``stay``, with its per-block lists cut, too."""
+    """Return the model's config, changed to describe only the blocks ``stay``.
+
+    Lists with one entry per block are cut, too.
+    """
     config = copy.deepcopy(model.config)
     # models of images and text have a nested config for the language model, which has these blocks
     for holder in (config, config.get_text_config()):

@@ -194,7 +194,7 @@ def _skipped_layers(model: nn.Module, converted: Iterable[str], why: str) -> dic
 
 
 def _check_nothing_needs_data(parts: Sequence[Part], of_tables: Iterable[Config]) -> None:
-    """Raise a ValueError if a layer or table has to be fitted, which takes calibration data."""
+    """Raise a ValueError if a layer or table has to be fitted, which needs calibration data."""
     of_parts = chain.from_iterable(part.configs.values() for part in parts)
     fitted = next(chain(of_parts, of_tables), None)
     if fitted is not None:

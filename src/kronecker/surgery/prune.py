@@ -83,7 +83,7 @@ def prune_(
     the MLP's last matrix in closed form, and finally all of the MLP's matrices by gradient descent
     on the same error. The target is the original MLP's output plus the error that the residual
     stream has accumulated so far. ``method="fast"`` chooses neurons and fits in closed form, on
-    each MLP's inputs in the original model, so that the data run through the model once (as in
+    each MLP's inputs in the original model, so that the model runs only once on the data (as in
     MoDeGPT, arXiv 2408.09632). ``method="blocks"`` drops the blocks that change the hidden states
     least (arXiv 2403.03853), and fits the MLPs of the other blocks as ``"best"`` does, to
     compensate for the dropped blocks.
@@ -283,7 +283,7 @@ def _drop_neurons(walk: _Walk, parts: Sequence[PrunablePart]) -> Outcome:
 def _stock_changes(
     model: PreTrainedModel, parts: Sequence[PrunablePart], keep: Mapping[str, int]
 ) -> Changes:
-    """Return the attributes to set on a model so that its config has the new sizes."""
+    """Return the attributes to set on a model so that it and its config have the new sizes."""
     shapes = parameter_shapes(model)
     for part in parts:
         shapes |= part.shapes(keep[part.name])
@@ -339,7 +339,7 @@ def _rows(
     keep: Mapping[str, int],
     influences: Mapping[str, float],
 ) -> list[PrunedLayer]:
-    """Return a row for each part that was fitted."""
+    """Return a row of the report for each part that was fitted."""
     counts = {p.name: p.count for p in parts}
     rows = []
     for name, fitted in done.items():

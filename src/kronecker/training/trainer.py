@@ -274,7 +274,7 @@ def _shape_of_tokens(
     else:
         names = ("input_ids", "inputs_embeds")
     states = [inputs[name] for name in names if name in inputs]
-    # for images, the tokens are patches, which the hidden states count
+    # for images, the tokens are patches, whose number only the hidden states show
     states += getattr(outputs, "hidden_states", None) or ()
     if states:
         return states[0].shape[0], states[0].shape[1]

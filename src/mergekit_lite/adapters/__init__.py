@@ -1,1 +1,1 @@
-"""LoRA adapters: extracted from tuned models, and merged with each other."""
+"""Extract LoRA adapters from tuned models, and merge adapters with each other."""

@@ -219,7 +219,7 @@ def _cat_weights(count: int, parameters: Bound) -> Bound:
         )
     weight = parameters.get("weight", 1.0)
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight] * count
-    largest = float(np.finfo(np.float32).max)  # of the factors
+    largest = float(np.finfo(np.float32).max)  # the factors are float32
     numbers = [w for w in weights if isinstance(w, (int, float)) and abs(w) <= largest]
     if len(weights) != count or len(numbers) != count:
         raise ValueError(

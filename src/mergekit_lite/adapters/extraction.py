@@ -62,7 +62,7 @@ def extract_lora(
             Biases are never saved. Neither are tied embeddings and heads, because peft would change
             only one of the two.
         progress: Show a progress bar.
-        allow_pickle: ``"weights_only"`` also loads pickled checkpoints, but only tensors.
+        allow_pickle: Pass ``"weights_only"`` to also load pickled checkpoints (only tensors).
 
     Returns:
         A report of each module's rank and error, and of the changed tensors that were left out.
@@ -70,7 +70,7 @@ def extract_lora(
     Raises:
         PlanError: The models have different tensors or hold NaN or infinity, or they do not differ
             in any tensor that the adapter can hold. ``problems`` has every reason that was found.
-        ValueError: An argument is invalid, or a factor does not fit in ``dtype``.
+        ValueError: An argument is invalid, or a factor overflows in ``dtype``.
         OutputError: ``out`` is not empty or cannot be written.
 
     >>> import tempfile, torch

@@ -1,4 +1,4 @@
-"""Reports on adapters that were written, module by module."""
+"""Reports on adapters that were written, and on their modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdapterModule:
 
 @dataclass(frozen=True)
 class AdapterReport(Report):
-    """Report on an adapter that was written.
+    """The report on an adapter that was written.
 
     Args:
         out: The adapter's folder.
@@ -64,7 +64,7 @@ class AdapterReport(Report):
     def table(self) -> Table:
         """Return the ranks and errors of the modules with the largest errors."""
         rows = []
-        for m in sorted(self.modules, key=lambda module: -module.error)[:_SHOWN]:
+        for m in sorted(self.modules, key=_by_error)[:_SHOWN]:
             rows.append((m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}"))
         return Table(("module", "shape", "rank", "error"), rows)
 
@@ -72,7 +72,9 @@ class AdapterReport(Report):
         """Return the notes, and lines on what the table and the adapter leave out."""
         lines = []
         if len(self.modules) > _SHOWN:
-            lines.append(f"and {len(self.modules) - _SHOWN} more modules, with smaller errors")
+            lines.append(
+                f"and {len(self.modules) - _SHOWN} more modules, whose errors are not larger"
+            )
         lines += [f"note: {text}" for text in self.notes]
         largest = sorted(self.left.items(), key=lambda item: -item[1])
         for name, share in largest[:_SHOWN]:
@@ -80,7 +82,10 @@ class AdapterReport(Report):
             lines.append(f"{name} {change} and is not in the adapter")
         if len(largest) > _SHOWN:
             more = len(largest) - _SHOWN
-            lines.append(
-                f"{more} more changed tensors, with smaller changes, are not in the adapter"
-            )
+            lines.append(f"{more} more changed tensors are not in the adapter; they changed less")
         return lines
+
+
+def _by_error(module: AdapterModule) -> float:
+    """Return a key that sorts NaN first, then large errors."""
+    return -math.inf if math.isnan(module.error) else -module.error

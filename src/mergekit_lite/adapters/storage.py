@@ -52,7 +52,7 @@ def truncated(
     rank: int,
     energy: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return factors B (out, r) and A (r, in) with the product closest to a change.
+    """Return factors B (out, r) and A (r, in) whose product is closest to a change.
 
     Each factor is scaled by the square roots of the change's singular values. The factors are
     computed in float64 from the eigenvectors of the smaller of the two Gram matrices.

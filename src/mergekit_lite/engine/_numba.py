@@ -12,7 +12,7 @@ float32, and the kernel returns whether the result has NaN or infinity. ``work``
 (K + 5, T) float32, whose rows each kernel names at its beginning. `native` runs the kernels.
 
 Loops that must be vectorized are functions of one-dimensional arrays of equal length, because there
-the compiler can see that every index is in range.
+the compiler can prove that every index is in range.
 
 Shape letters: K models, n elements of the block, T elements of a tile.
 """
@@ -82,7 +82,7 @@ def _store(row, out):
 
 @overload(_store)
 def _store_typed(row, out):
-    """Implement `_store`: round to nearest even, write, and return whether any is not finite."""
+    """Implement `_store`: round half to even, write, and return whether any value is not finite."""
     if out.dtype == types.uint16:
 
         def bfloat16(row, out):
@@ -206,7 +206,7 @@ def _above(row, threshold):
 
 @_kernel
 def _trim(row, threshold, budget):
-    """Zero the values whose magnitude is below the threshold, and ties after the first ``budget``.
+    """Zero magnitudes below the threshold, and all but the first ``budget`` of those equal to it.
 
     Returns:
         The part of the budget that is left.
@@ -516,8 +516,8 @@ def choose(raw, n, columns, models, place, shift, keys, limits, keeps_all, row, 
     An element is kept if its random number is below the limit of its rank in ``limits``
     (K, columns). ``keeps_all`` (K,) marks models that keep all elements. ``row`` (3, columns) and
     ``bins`` (3, number) are scratch memory. The kernel sets the bits of kept elements in ``mask``
-    (K, bytes), which must be zero before, and adds each model's L1 norm before and after dropping
-    to ``sums`` (K, 2).
+    (K, bytes), which must be zero before. It adds each model's L1 norms, before and after elements
+    are dropped, to ``sums`` (K, 2).
     """
     base = row[0]
     delta = row[1]
@@ -557,7 +557,7 @@ def _apply(row, mask, start):
 
 @_kernel
 def norms(raw, n, models, place, kind, cuts, budgets, keys, wholes, limits, mask, work, sums):
-    """Add each model's L1 norm before and after dropping to ``sums`` (K, 2)."""
+    """Add each model's L1 norms, before and after elements are dropped, to ``sums`` (K, 2)."""
     kept = (kind, cuts, budgets, keys, wholes, limits, mask)
     base = work[0]
     second = work[1]
@@ -864,8 +864,8 @@ def compile_kernel(name: str, kinds: tuple[Kind, ...], machine: Any) -> tuple[st
         machine: LLVM's target machine.
 
     Returns:
-        The name of the C function, and its object code. The function takes an array as a pointer
-        and the sizes.
+        The name of the C function, and its object code. The function takes each array as a
+        pointer and its sizes.
     """
     names: list[str] = []
     arguments: list[str] = []

@@ -3,9 +3,9 @@
 numba takes half a second to start, which is a large part of the time of a short merge. So compiled
 kernels are cached as object code, which LLVM loads in milliseconds.
 
-A kernel is compiled for the dtypes and numbers of dimensions of its arguments. It receives an array
-as a pointer and sizes, and any other argument as a number. Arrays must be C-contiguous. A kernel
-allocates no memory and never raises.
+A kernel is compiled for the dtypes and numbers of dimensions of its arguments. It receives each
+array as a pointer and its sizes, and any other argument as a number. Arrays must be C-contiguous.
+A kernel allocates no memory and never raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Passes of compiled kernels over the blocks of one tensor.
+"""The passes that compiled kernels make over the blocks of one tensor.
 
 Blocks are read into buffers that are reused, so each thread needs a few megabytes, whatever the
 model's size. `FusedTensor.chosen` also keeps one bit per element and model.
@@ -94,7 +94,7 @@ class Kept:
         wholes, limits: The two parts of each model's probability, as in `Noise.keep`.
         masks: A mask (K, bytes) for each block, with one bit per element. `arguments` removes a
             block's mask.
-        norms: Each model's L1 norm before and after dropping, (K, 2), if already known.
+        norms: Each model's L1 norms before and after elements are dropped, (K, 2), if known.
     """
 
     kind: int = ALL
@@ -199,7 +199,7 @@ class FusedTensor:
         return summed(self.each(work))
 
     def norms(self, kept: Kept) -> Array:
-        """Return each model's L1 norm before and after dropping, (K, 2)."""
+        """Return each model's L1 norms, before and after elements are dropped, (K, 2)."""
 
         def work(raw: Array, count: int, place: int, block: int) -> Array:
             sums = np.zeros((self.models, 2))
@@ -434,7 +434,7 @@ class FusedTensor:
 
 
 def _factors(norms: Array) -> Array:
-    """Return the factors that restore each model's L1 norm, from `FusedTensor.norms`."""
+    """Return the factors that restore each model's L1 norm, given the `FusedTensor.norms`."""
     before, after = norms.T
     # np.where computes both branches; 1e-300 avoids 0 / 0 in the branch that is not used
     return np.where(after > 0, before / np.maximum(after, 1e-300), 1.0).astype(np.float32)

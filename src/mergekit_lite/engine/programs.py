@@ -117,7 +117,7 @@ def _sce(x: FusedTensor, select_topk: float) -> Finish:
 
     energy = summed(x.each(work))
     total = energy.sum()
-    # if no selected element differs from the base, the result is the base with any weights
+    # if no selected element differs from the base, the result is the base for all weights
     weights = np.full_like(energy, 1 / x.models)
     if total > 0:
         weights = energy / total

@@ -106,7 +106,7 @@ class Selector:
                 self._equal[block] = inside.size
             elif self._inside <= 4 * _COLLECT:
                 self._blocks[block] = inside
-            else:  # more than the sample suggested: only count from here on
+            else:  # more scores than the sample suggested: only count from here on
                 self._blocks.clear()
 
     def expect(self, k: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,9 +44,10 @@ _NO_PRODUCT = (
     "use_dora",
     "use_qalora",
 )
-_SAMPLED = 16  # about how many weights, and
-_SAMPLE = 1 << 14  # how many elements of each, are enough to estimate what rounding loses
-MOST = 1_000_000  # no real adapter has so large a rank or alpha, so the file is damaged
+# to estimate the loss by rounding, sample about 16 weights, and 2**14 elements of each
+_SAMPLED = 16
+_SAMPLE = 1 << 14
+MOST = 1_000_000  # a rank or alpha above this means that the file is damaged
 # transformers model types that use Conv1D, which stores its weight as (in, out)
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)$")
@@ -361,13 +363,13 @@ class LoraSource(AdapterSource):
             up, down = np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)
         if (up.shape[0], down.shape[1]) != shape:
             raise CheckpointError(
-                f"adapter {self._adapter_folder}: {name} of shape {list(shape)} does not fit A of "
-                f"shape {list(pair.down.shape)} and B of shape {list(pair.up.shape)}"
+                f"adapter {self._adapter_folder}: {name} has shape {list(shape)}, which does not "
+                f"match A of shape {list(pair.down.shape)} and B of shape {list(pair.up.shape)}"
             )
         return Pair(down, up, pair.scale)
 
     def _is_transposed(self, name: str, product: tuple[int, int]) -> bool:
-        """Return whether the stored weight is (in, out).
+        """Return whether a weight is stored as (in, out).
 
         The shape shows this, unless the weight is square. The layout of a square weight depends on
         the layer's name in models with Conv1D layers, and on the adapter's ``fan_in_fan_out`` in
@@ -379,27 +381,26 @@ class LoraSource(AdapterSource):
         flag = bool(self.adapter.settings.get("fan_in_fan_out"))
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
-    def lost_to_rounding(self, dtype: DType) -> float:
-        """Estimate the fraction of the adapter's change that is lost if weights are rounded.
+    def lost_to_rounding(self, names: Sequence[str]) -> float:
+        """Estimate the fraction of the adapter's change that rounding to the model's dtype loses.
 
-        Let D be the change, and C the change of the rounded weight. The fraction is
-        1 - <C, D> / |D|², computed from the first elements of a few weights.
+        Let D be the change of the named weights, and C the change of the rounded weights. The
+        fraction is 1 - <C, D> / |D|², computed from the first elements of some of the weights.
         """
         kept = 0.0
         total = 0.0
-        names = list(self._pairs)
-        for name in names[:: max(1, len(names) // _SAMPLED)]:
-            count = min(self.tensors[name].count, _SAMPLE)
+        # at random, because every n-th name could be of the same kind of layer
+        for name in random.Random(0).sample(names, min(_SAMPLED, len(names))):
+            info = self.model.tensors[name]
+            count = min(info.count, _SAMPLE)
             before = numbers(self.model.read(name, 0, count)).astype(np.float32)
             merged = self.read(name, 0, count)
             change = merged - before
-            # compared with the rounded weight, because rounding it loses nothing of the change
-            with np.errstate(
-                over="ignore", invalid="ignore"
-            ):  # the merge itself checks for infinity
-                rounded = numbers(stored_as(merged, dtype)) - numbers(stored_as(before, dtype))
-            kept += float(np.vdot(rounded, change))
-            total += float(np.vdot(change, change))
+            with np.errstate(over="ignore", invalid="ignore"):  # the merge itself rejects infinity
+                rounded = numbers(stored_as(merged, info.dtype)) - before
+            weight = info.count / count
+            kept += weight * float(np.vdot(rounded, change))
+            total += weight * float(np.vdot(change, change))
         return 1 - kept / total if total else 0.0
 
     def read(self, name: str, start: int, stop: int) -> Array:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: one layout for merging, whatever the layout in the files.
+"""Read mixtures of experts in one layout, whatever the layout in the files.
 
 Files hold the experts of a layer as separate matrices or as one stacked tensor. Methods that use
 whole tensors, such as `ties`, would give different results for the two layouts. So every model is
@@ -108,7 +108,7 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
         if parts.keys() == set(places) and are_matrices:
             found[stack] = tuple(parts[place] for place in places)
             continue
-        # incomplete or uneven: keep the names in the files, so that messages name missing matrices
+        # if matrices are missing or differ in shape, keep the names in the files for messages
         del found[stack]
         for info in parts.values():
             found[info.name] = (info,)
@@ -116,7 +116,7 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
 
 
 def _members(match: re.Match[str], gates: set[str]) -> tuple[str, ...] | None:
-    """Return the names of the matrices stacked with an expert's matrix, or None if not stacked."""
+    """Return the names of the matrices in an expert matrix's stack, or None if there is none."""
     gate = f"{match['before']}.{match['number']}.gate_proj.weight"
     for members in STACKS if gate in gates else {**UNGATED, **STACKS}:
         if match["matrix"] in members:

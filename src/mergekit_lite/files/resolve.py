@@ -63,7 +63,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
         missing = sorted(wanted - loaded.keys())
         if missing:
             raise CheckpointError(
-                f"{file}: expected {missing[0]}, which the index places in this file, got no such "
+                f"{file}: expected {missing[0]}, which the index lists for this file, got no such "
                 "tensor"
             )
         state |= loaded
@@ -74,7 +74,7 @@ def _pickled(folder: Path, allow_pickle: str | None, label: str) -> Source | Non
 
 
 def _pickled_files(folder: Path, found: Sequence[Path], label: str) -> dict[Path, set[str]]:
-    """Return the pickles that hold a model, and the tensors that an index places in each."""
+    """Return the pickle files of a model, and the tensors that the index lists for each file."""
     single = folder / "pytorch_model.bin"
     index = folder / "pytorch_model.bin.index.json"
     if single.exists():  # even if there is an index, as in transformers
@@ -104,7 +104,7 @@ def open_source(
         model: A folder, a ``.safetensors`` file, a hub id (``org/name`` or ``name``, also with
             ``@revision``), ``"model+adapter"``, an ``nn.Module``, a state dict, or a `Source`,
             which is returned unchanged.
-        allow_pickle: ``"weights_only"`` also loads pickled ``.bin`` files, but only tensors.
+        allow_pickle: Pass ``"weights_only"`` to also load pickled ``.bin`` files (only tensors).
         label: The model's name in messages; default: its path, hub id or type.
 
     Raises:
@@ -154,7 +154,7 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
 
 
 def _with_adapter(base: Source, folder: Path) -> Source:
-    """Return a model with an adapter merged in, by peft's code unless it is a plain LoRA."""
+    """Return a model with an adapter merged in, by peft's code if it is more than a plain LoRA."""
     if more_than_lora(folder) is None:
         try:
             return LoraSource(base, folder)
@@ -229,7 +229,7 @@ def _from_module(model: torch.nn.Module, label: str) -> DictSource:
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside compiled and parallel models, whose tensors have other names."""
+    """Return the model without torch.compile and data-parallel wrappers, which rename tensors."""
     inner: Any = model
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     while isinstance(inner, parallel) or hasattr(inner, "_orig_mod"):

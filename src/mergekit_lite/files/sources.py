@@ -34,7 +34,7 @@ class Source(Protocol):
     def read(self, name: str, start: int, stop: int) -> Array:
         """Return elements ``start`` to ``stop`` of the flattened tensor, of shape (stop - start,).
 
-        They have the stored dtype or a wider one.
+        The elements have the stored dtype or a wider one.
         """
         ...
 

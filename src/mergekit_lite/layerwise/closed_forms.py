@@ -1,4 +1,4 @@
-"""Compute the merged weight of a linear layer from sums over its inputs, with one solve.
+"""Solve for the merged weight of a linear layer, given sums over the layer's inputs.
 
 Products are computed in float32, or in float64 if ``reduce`` is 1. Sums and the solution are
 computed in float64. Everything runs on the device of the inputs.

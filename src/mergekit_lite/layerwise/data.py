@@ -1,4 +1,4 @@
-"""Calibration data as padded batches."""
+"""Read calibration data as padded batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def _rows_of(data: Any, source: Source) -> list[Any]:
     """Return examples or rows as a list; raise an error for any other data and for empty data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
-        raise ValueError(f"calibration of {source.label}: expected rows, got a mapping of {names}")
+        raise ValueError(
+            f"calibration of {source.label}: expected rows, got a mapping with the keys {names}"
+        )
     # torch's data sets have __getitem__ and no __iter__
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise ValueError(

@@ -62,7 +62,7 @@ class BlockMerge:
             self.hidden.append(hidden)
 
     def _outsides(self) -> Sequence[Weights]:
-        """Return the weights outside the blocks with which each model's data are run.
+        """Return the weights outside the blocks to use for each model's data.
 
         They are the model's own weights or, if the method uses inputs in the merged model, the
         averages of all models' weights.

@@ -1,4 +1,4 @@
-"""The merges that `learn_merge` begins from and compares with."""
+"""The merges from which `learn_merge` starts, and with which it compares its result."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def learn_merge(
 
 
 def _remove_parts(training: Path) -> None:
-    """Remove the losses, merges and cached teachers of earlier runs, whose names end in a key."""
+    """Remove earlier runs' losses, merges and cached teachers, whose file names end in a key."""
     for part in training.iterdir():
         if re.fullmatch(r"(losses|teachers|[a-z+_]+)-[0-9a-f]{16}(\.json)?", part.name):
             remove(part)
@@ -440,8 +440,8 @@ def _fix_embedding_and_head(merger: Merger) -> None:
     if not merger.trained_masks():
         raise ValueError(
             f"{OPERATION}: there are no masks to train, because the components differ from the "
-            "starting merge in no weights except the embedding and the head, whose masks are not "
-            "trained; expected components that differ in other weights"
+            "starting merge at most in the embedding and the head, whose masks are not trained; "
+            "expected components that differ in other weights"
         )
 
 

@@ -1,4 +1,4 @@
-"""`Student`: a merge whose weights, or adapters on it, are trained."""
+"""`Student`: a merge of which the weights, or adapters added to it, are trained."""
 
 from __future__ import annotations
 

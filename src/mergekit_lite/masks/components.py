@@ -1,4 +1,4 @@
-"""Share and freeze the models that masks merge, and check that they fit together."""
+"""Share and freeze the models that masks merge, and check that they can be merged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def share_frozen(models: Sequence[Module], *, over_base: bool = False) -> list[M
 
 
 def without_adapter(model: nn.Module) -> PreTrainedModel:
-    """Return the model, or for a `PeftModel` a copy with the adapter folded in."""
+    """Return the model, or for a `PeftModel` a copy with the adapter merged into its weights."""
     fold = getattr(model, "merge_and_unload", None)
     # peft folds in place, and the caller's model must not change
     if callable(fold):
@@ -94,7 +94,7 @@ def _unequal(
 
 
 def _differences(one: nn.Module, other: nn.Module, labels: tuple[str, str]) -> Iterator[str]:
-    """Yield differences that masks cannot merge: architecture, tied weights, shapes, dtypes."""
+    """Yield differences that prevent a merge: architecture, tied weights, shapes, dtypes."""
     if type(one) is not type(other):
         yield (
             f"different architectures: {type(one).__name__} ({labels[0]}) and "
@@ -246,7 +246,7 @@ def say_or_refuse(
     if strict:
         raise ValueError(f"Merger: these models cannot be merged:\n- {lines}")
     warnings.warn(
-        f"Merger: the components differ; the {whose} versions are used:\n- {lines}",
+        f"Merger: the components differ; in each case the {whose} version is used:\n- {lines}",
         stacklevel=3,
     )
 

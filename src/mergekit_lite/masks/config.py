@@ -34,7 +34,7 @@ class MaskConfig(CheckedConfig):
         constraint: The condition on the K mask values of one weight element; see `constrain`.
             ``"unit_interval"`` clamps each value to 0..1. ``"sigmoid"`` is the sigmoid of the
             trained value. ``"auto"`` is ``"none"`` with a base and ``"sum_to_one"`` without, since
-            free masks of whole weights would also scale the part that the components share.
+            unconstrained masks of whole weights would also scale what the components share.
         modules: Patterns of module names, such as ``("model.layers.*.mlp.*",)``. Only masks of
             matching modules are trained, and the others keep their initial values. Default: all
             masks are trained.

@@ -62,7 +62,7 @@ def load_components(
     """
     if isinstance(paths, (str, os.PathLike)) or len(paths) < (2 if base is None else 1):
         raise ValueError(
-            f"Merger: got {paths!r}, expected a list of at least two models, or of one with a base"
+            f"Merger: got {paths!r}, expected a list of two or more models, or one and a base"
         )
     given = [os.fspath(path) for path in paths]
     if base is not None:

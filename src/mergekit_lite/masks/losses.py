@@ -399,8 +399,8 @@ def _checked_shares(
     if not (bool(low >= 0) and bool(((sums - 1).abs() <= 1e-2).all())):
         raise ValueError(
             f"masked_kl: the lowest of the coefficients is {float(low):.3g}, and their sums over "
-            f"teachers are {float(sums.min()):.4g} to {float(sums.max()):.4g}; expected 0 or more, "
-            "and sums of 1"
+            f"teachers are {float(sums.min()):.4g} to {float(sums.max()):.4g}; expected "
+            "coefficients of 0 or more that sum to 1"
         )
     used = (coefficients > 0).any(0).tolist()
     if lost := [k for k in range(count) if used[k] and teachers[k] is None]:

@@ -129,8 +129,8 @@ class MaskedModel(nn.Module):
         modules = self.mask_config.modules
         if self.over_base:
             return (
-                "Merger: expected components that differ from the base in the modules to train "
-                f"({modules or 'all'}), got none that does; patterns are names such as {example!r}"
+                "Merger: expected a component that differs from the base in the modules to train "
+                f"({modules or 'all'}), got none; a pattern is, for example, {example!r}"
             )
         return (
             f"Merger: expected patterns of module names such as {example!r}, got {modules}, which "

@@ -1,4 +1,4 @@
-"""`Surgeon`: replaces every module that owns parameters with a masked layer."""
+"""`Surgeon`: replace every module that owns parameters with a masked layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def masked_class(module: nn.Module, mode: Mode = "accurate") -> type[MaskedLayer
     if isinstance(module, nn.RNNBase):
         raise ValueError(
             f"Merger: expected no recurrent layers, got {type(module).__name__}, which keeps its "
-            "weights in a flat copy that masks cannot reach"
+            "weights in a flat copy that masks cannot change"
         )
     return MaskedLayer
 

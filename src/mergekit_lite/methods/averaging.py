@@ -125,7 +125,7 @@ def normalizer(weights: Sequence[float], normalize: bool) -> float:
 def nearswap(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """Return B + c (W - B) with c = t / max(|B - W|, 1e-6), but at most 1.
 
-    So B moves to W where the two are close, and by ±t elsewhere.
+    So B becomes W where they differ by at most t, and moves by t toward W elsewhere.
     Source: the definition published with the NearSwap models (alchemonaut).
 
     >>> nearswap([torch.tensor([1.1, 3.0])], torch.tensor([1.0, 1.0]), t=0.2)

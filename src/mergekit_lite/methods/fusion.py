@@ -51,7 +51,7 @@ def row_divergences(changed: Array, origin: Array) -> Array:
 
 
 def _exponentials(stored: Array) -> tuple[Array, Array, Array]:
-    """Return each row minus its maximum, the exponentials of that, and their sum for each row.
+    """Return each row minus its maximum, the exponentials of these numbers, and their row sums.
 
     The shapes are (rows, columns), (rows, columns) and (rows,). All are in float64.
     """

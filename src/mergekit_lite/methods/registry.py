@@ -43,7 +43,7 @@ class MergeMethod:
         elementwise: Whether an element of the result depends only on the elements at the same
             position in the inputs, so that any range of elements can be merged alone.
         validate: A function that checks the parameters of one tensor in combination. It raises a
-            ValueError.
+            ValueError if they are invalid.
         noisy: Whether the function has an argument ``noise``, which receives the random source.
     """
 
@@ -202,7 +202,7 @@ class MergeMethod:
         name: str = "",
         **parameters: object,
     ) -> Tensor:
-        """Merge tensors of equal shape, with gradients.
+        """Merge tensors of equal shape; the result is differentiable.
 
         The result has the dtype to which torch promotes the tensors' dtypes. It is computed in
         float32, or in float64 if that is the result's dtype, and rounded once.
@@ -268,7 +268,7 @@ def merge_method(
             memory does not grow with the tensor. A method with ``noise`` always gets whole tensors.
         ranges: The `Range` of each numeric parameter that has limits, by public name.
         validate: A function that checks the parameters of a tensor in combination. It raises a
-            ValueError.
+            ValueError if they are invalid.
 
     Returns:
         A decorator that returns the registered method.

@@ -47,7 +47,7 @@ def weighted_changes(tensors: list[Tensor], base: Tensor, weight: PerModel) -> l
 def tsv(
     tensors: list[Tensor], base: Tensor, *, weight: PerModel = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """Return B + α U S V, with the top rank/K singular triples of each matrix w_i D_i.
+    """Return B + α U S V, where U, S, V hold the top rank/K singular triples of every w_i D_i.
 
     The singular vectors of all models are first made orthogonal to each other.
 

@@ -70,7 +70,7 @@ def make_plan(
         recipe: The recipe of the merge.
         max_shard_size: Largest total size of the tensors in one file, in bytes.
         threads: Number of threads of the merge, for the estimate of its peak memory.
-        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
+        allow_pickle: Pass ``"weights_only"`` to also read pickled checkpoints.
         allow_incomplete: Whether a model may lack tensors that its config implies or that its other
             layers have.
         allow_mixed: Whether configs may name different architectures.
@@ -80,7 +80,7 @@ def make_plan(
             default: these recipes are planned, too.
 
     Returns:
-        The plan of what to read and write, which prints as a table.
+        The plan of what to read and write. Printing it shows a table.
 
     Raises:
         PlanError: The recipe cannot be merged. The error's ``problems`` list every reason that was
@@ -132,7 +132,7 @@ def make_plan(
     tensors = _plan_tensors(layout, recipe, method, aligned)
     # the last check, because no other check reads values
     _stop_if(check_copies(tensors, aligned))
-    notes += rounding_notes(models.sources, (t.dtype for t in tensors))
+    notes += rounding_notes(recipe, tensors, aligned)
     names = {t.name for t in tensors}
     for t in tensors:
         names |= {i.name for i in t.everything}
@@ -179,7 +179,7 @@ def _check_models(
 def _output_config(
     recipe: MergeRecipe, models: Models, tensors: list[TensorPlan], rows: int | None
 ) -> tuple[Json, str | None]:
-    """Return the output's config, and a problem if slices do not fit it, or None."""
+    """Return the output's config, and a problem if the slices contradict it, otherwise None."""
     spans = []
     for piece in recipe.slices:
         first = piece.sources[0]

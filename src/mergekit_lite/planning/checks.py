@@ -7,13 +7,14 @@ which must be equal in all models, and samples of weights that adapters change.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..dtypes import BFLOAT16, FLOAT16, Array, DType
+from ..dtypes import BFLOAT16, FLOAT16, Array
 from ..files import CheckpointError, LoraSource, Source, TensorInfo
+from ..files.sources import View
 from ..recipe import MergeRecipe
 from ..recipe.templates import TEMPLATES
 from ..vocabulary import embedding_rows, is_vocabulary_tensor, read_vocabulary, stage_tokens
@@ -136,20 +137,39 @@ def compare_tokenizers(models: Models) -> list[str]:
     return notes
 
 
-def rounding_notes(sources: Sequence[Source], dtypes: Iterable[DType]) -> list[str]:
-    """Return a note for each adapter of whose change the output's dtype loses much."""
-    small = [dtype for dtype in (BFLOAT16, FLOAT16) if dtype in set(dtypes)]
-    notes = []
-    for source in sources:
-        if not small or not isinstance(source, LoraSource):
+def rounding_notes(recipe: MergeRecipe, tensors: Sequence[TensorPlan], models: Models) -> list[str]:
+    """Return a note for each adapter of whose change rounding loses much.
+
+    Only tensors that one adapted model alone gives are checked, in a dtype of 16 bits that the
+    model has, too. Other tensors would be rounded even without the adapter.
+    """
+    changed: dict[int, list[str]] = {}
+    for t in tensors:
+        if len(t.everything) != 1 or t.dtype not in (BFLOAT16, FLOAT16):
             continue
-        lost = source.lost_to_rounding(small[0])
+        name = t.inputs[0].name
+        adapter = _adapter_of(models.sources[t.inputs[0].source])
+        if adapter and adapter.pair(name) and adapter.model.tensors[name].dtype == t.dtype:
+            changed.setdefault(t.inputs[0].source, []).append(name)
+    setting = "out_dtype" if recipe.out_dtype else "dtype"
+    notes = []
+    for index, names in changed.items():
+        adapter = _adapter_of(models.sources[index])
+        assert adapter is not None
+        lost = adapter.lost_to_rounding(names)
         if lost > _MUCH_LOST:
             notes.append(
-                f"rounding to {small[0]} loses about {lost:.0%} of the change that the adapter in "
-                f"{source.label} makes; to keep it, set dtype to float32"
+                f"rounding to {adapter.model.tensors[names[0]].dtype} loses about {lost:.0%} of "
+                f"the adapter's change in {adapter.label}; to keep it, set {setting} to float32"
             )
     return notes
+
+
+def _adapter_of(source: Source) -> LoraSource | None:
+    """Return the model with an adapter that a source views, or None."""
+    while isinstance(source, View) and not isinstance(source, LoraSource):
+        source = source.model
+    return source if isinstance(source, LoraSource) else None
 
 
 def template_problems(recipe: MergeRecipe) -> list[str]:
@@ -210,7 +230,7 @@ def _vocabulary_hint(name: str, infos: Sequence[TensorInfo]) -> str:
     columns = {info.shape[1:] for info in infos}
     if len(columns) > 1 or not is_vocabulary_tensor(name):
         return ""
-    # written as in a recipe, because users search for these words, as in mergekit's message
+    # the words of recipes and of mergekit's message, because users search for them
     return (
         " (the vocabularies differ; set tokenizer_source: base or union to match rows by token, "
         "or truncate_embeddings=True (--truncate-embeddings) to cut them)"

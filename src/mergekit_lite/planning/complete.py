@@ -20,7 +20,7 @@ from ..vocabulary import HEAD, embedding_rows
 from .configs import LAYER_KEYS, LayerKeys, layer_count, layer_keys, text_config
 from .layout import COMPUTED, is_usual_list, layer_lists, text_lists
 
-_SHOWN = 5  # missing layers or tensors that a message names
+_SHOWN = 5  # maximum number of missing layers or tensors that a message lists
 # keys and values of attention, which some models share between layers
 _SHARED = re.compile(r"(^|[._])(k|v|kv|key|value)([._]|$)")
 LLAMA_LIKE = (
@@ -65,12 +65,12 @@ BIASES = {
 
 _MATRIX = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_OTHER_HEAD = re.compile(r"(^|\.)(head|output)\.weight$")  # of DeepSeek-V4 and GIT
+_OTHER_HEAD = re.compile(r"(^|\.)(head|output)\.weight$")  # in DeepSeek-V4 and GIT
 _TORN = 2  # the largest number of layers that lack tensors if one file is lost
 
 
 def missing_tensors(source: Source) -> list[str]:
-    """Return a message for each way in which a model's tensors do not fit its config or layers."""
+    """Return messages about tensors that contradict the model's config or its other layers."""
     config = text_config(source.config)
     # the names in the files, because a stack of experts hides which matrix is missing
     stored = source.model if isinstance(source, StackedSource) else source
@@ -109,13 +109,13 @@ def layers_beyond(source: Source) -> list[str]:
 
 
 def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str | None:
-    """Return a message if slices put a layer where the output's config has another kind, or None.
+    """Return a message if a layer is not of the kind that the output's config expects, or None.
 
     Two layers are of the same kind if they have the same tensors. For example, only some layers
     have experts. Lists in the config (``mlp_only_layers``) may determine the kind of each layer.
     A layer of the output must be of the same kind as a layer of ``source`` with the same entries in
     these lists. If layers of ``source`` with the same entries differ in some tensors, the layer
-    must have exactly those of them that the layer at this position in ``source`` has.
+    must have the same ones of these tensors as the layer at this position in ``source``.
 
     Args:
         source: The model whose config the output has.
@@ -130,7 +130,7 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
     by_entries: dict[object, list[set[str]]] = {}
     for number, kind in enumerate(kinds):
         by_entries.setdefault(_entries(source_config, keys, number), []).append(kind)
-    # the tensors that the entries do not determine, so that the position does
+    # the tensors that depend on a layer's position, because the entries do not determine them
     by_position: set[str] = set()
     for same in by_entries.values():
         by_position |= set().union(*same) - set(same[0]).intersection(*same)

@@ -151,7 +151,7 @@ def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequen
 
 
 def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
-    """Return the listed layers that slices take, by their indices in the output."""
+    """Return the output indices of the listed layers that the slices take."""
     indices = []
     first = 0  # the index in the output of the slice's first layer
     for source, begin, end in lists:
@@ -163,7 +163,7 @@ def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
 
 
 def _moved_settings(given: Sequence[tuple[Json, int, int]]) -> dict[str, object]:
-    """Return the per-layer settings of the layers that slices take, by index in the output."""
+    """Return the per-layer settings of the layers that the slices take, by output index."""
     settings = {}
     first = 0
     for source, begin, end in given:

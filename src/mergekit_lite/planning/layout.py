@@ -22,7 +22,7 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _LISTS = ("layers", "layer", "h", "blocks", "block")
 # mtp: layers that predict further tokens, which are not in a config's number of layers
 _TOWER = re.compile(r"vision|visual|image|audio|speech|mtp")
-_SHOWN = 20  # names that a message lists; a longer list would hide the rest of the message
+_SHOWN = 20  # maximum number of names in a message; more would hide the rest of the message
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class _Piece:
                     f"slice: expected layer_range of {models.label(member)} to end at {available} "
                     f"or below, because the model has {available} layers, got {stop}"
                 )
-                self.length = 0  # lay out no layer of a slice that does not fit
+                self.length = 0  # do not lay out a slice that needs layers beyond the model's last
 
     def outside(self) -> list[str]:
         """Return the names of the tensors outside the layers."""

@@ -107,7 +107,7 @@ def open_models(
     Args:
         recipe: The recipe that names the models.
         stages: The results of recipes that are listed as models, by the recipe's `id`.
-        allow_pickle: ``"weights_only"`` also reads pickled checkpoints.
+        allow_pickle: Pass ``"weights_only"`` to also read pickled checkpoints.
 
     Returns:
         The models and an empty list, or None and the reasons why models cannot be opened.

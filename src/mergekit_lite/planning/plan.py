@@ -24,7 +24,7 @@ EAGER_STRETCH = 1 << 22
 In float32, this is 16 MB.
 """
 
-_SHOWN = 20  # problems that a message lists
+_SHOWN = 20  # maximum number of problems that a message lists
 
 
 class PlanError(ValueError):

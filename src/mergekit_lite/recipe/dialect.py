@@ -147,7 +147,7 @@ def _final_stage(documents: list[dict[str, object]]) -> MergeRecipe:
 
 
 def _check_names(names: Sequence[object]) -> None:
-    """Check that the names of documents are plain and unique, and that at most one has no name."""
+    """Check that document names are unique, plain file names, and that at most one is missing."""
     if names.count(None) > 1:
         raise RecipeError(
             "recipe: expected a name in every document except the one that defines the result, "

@@ -317,7 +317,7 @@ class MergeRecipe:
         return entries
 
     def mentions(self) -> list[object]:
-        """Return every model that the recipe names, including bases, once.
+        """Return all models that the recipe names, including bases, without duplicates.
 
         The models are in the order of first mention.
         """
@@ -390,7 +390,7 @@ def model_key(model: object) -> str | int:
         # the object itself: state dicts cannot be compared by ==, nor hashed
         return id(model)
     text = os.path.expanduser(os.fspath(model))  # `~` is expanded when files are opened, too
-    # a folder has many spellings; a hub id has one
+    # a folder may have several paths, but a model has only one hub id
     if os.path.isdir(text):
         return os.path.realpath(text)
     return text

@@ -1,4 +1,4 @@
-"""One vocabulary for the merge of models whose vocabularies differ.
+"""Build one vocabulary for a merge of models whose vocabularies differ.
 
 Rows of embeddings and heads are matched by token.
 """

@@ -53,7 +53,7 @@ def stored_name(source: Source, name: str) -> str | None:
 
 
 def embedding_rows(source: Source) -> set[int]:
-    """Return the numbers of rows of a model's token embeddings, each number once."""
+    """Return the set of row counts of a model's token embeddings."""
     rows = set()
     for name, info in source.tensors.items():
         if EMBEDDING.search(name) and info.shape:
@@ -87,7 +87,7 @@ It is used for padding rows that no model has.
 """
 
 _AVERAGED = 1 << 18  # elements read at a time
-_SHOWN = 5  # tokens that a note names
+_SHOWN = 5  # maximum number of tokens that a note lists
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _add_new(tokens: dict[str, int], new: Sequence[str]) -> None:
 def _add_all(
     tokens: dict[str, int], vocabularies: Sequence[Mapping[str, int]], sources: Sequence[Source]
 ) -> None:
-    """Add the tokens of all models that have a row, in place."""
+    """Add to ``tokens``, in place, every model's tokens that have an embedding row."""
     for vocabulary, source in zip(vocabularies, sources, strict=True):
         stored = _with_rows(vocabulary, _rows(source))
         # in the order of rows, because the order in a file means nothing
@@ -158,7 +158,7 @@ def _rowless_notes(
         tokens: The output's tokens.
         vocabulary: The tokenizer's tokens.
         label: The tokenizer's name in the note.
-        where: The models that have no row for the tokens, for the note.
+        where: The words in the note for the models without a row, such as ``"any model"``.
     """
     missing = [token for token in vocabulary if token not in tokens]
     if not missing:
@@ -267,7 +267,7 @@ def plan_vocabulary(
         row = tokens[token]
         takers = np.ones(len(sources), bool) if rule.force else has[:, row] < 0
         place, theirs = _given_row(token, rule, index, sources, vocabularies)
-        # otherwise the rule names no source, and the plan is unchanged
+        # a rule that names no source leaves the plan unchanged
         if place is not None or theirs == ZERO:
             model_of[takers, row] = place or 0  # a row of zeros is not read
             row_of[takers, row] = theirs
@@ -320,7 +320,7 @@ def _changed_tokenizer(
     except CheckpointError:
         if tokens.keys() - written.keys():
             raise
-    note = "this tokenizer cannot be changed, so its files are copied with the tokens without a row"
+    note = "this tokenizer cannot be changed, so its files keep the tokens that have no row"
     return None, [f"{folder}: {note}"]
 
 
@@ -345,7 +345,7 @@ def _given_row(
     sources: Sequence[Source],
     vocabularies: Sequence[Mapping[str, int]],
 ) -> tuple[int | None, int]:
-    """Return the index of the model that a rule names, and the row.
+    """Return the index of the model that a rule names, and the number of the row to take.
 
     The index is None, and the row is `ZERO` or `MEAN`, if the rule names no model.
     """
@@ -354,7 +354,7 @@ def _given_row(
         return None, ZERO
     if rule.model is None:
         if rule.force:
-            raise RecipeError(f"{where}: expected a source, which force: true requires, got none")
+            raise RecipeError(f"{where}: expected a source together with force: true, got none")
         return None, MEAN
     if model_key(rule.model) not in index:
         raise RecipeError(
@@ -414,9 +414,9 @@ class AlignedSource(View):
         last = -(-stop // width)
         model = self._model_of[first:last]
         row = self._row_of[first:last]
-        # where a row does not follow the previous row in the same model
+        # true if a row does not directly follow the previous row in the same model
         apart = (np.diff(model) != 0) | (np.diff(row) != 1)
-        # a code such as `MEAN` (-1) is not followed by row 0
+        # negative codes such as `MEAN` (-1) are not row numbers, so each is a range of its own
         breaks = np.flatnonzero(apart | (row[1:] < 0) | (row[:-1] < 0)) + 1
         pieces = []
         for left, right in pairwise([0, *breaks.tolist(), last - first]):
@@ -468,7 +468,7 @@ class AlignedSource(View):
         return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read into ``out`` as the model does; return False for tensors whose rows are tokens."""
+        """Read into ``out`` as the model does; return False for tensors with one row per token."""
         return not is_vocabulary_tensor(name) and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:

@@ -69,7 +69,7 @@ def check_equivalent(
         reference: The definition in plain torch. It must work in any float dtype.
         inputs: Tensors by argument name. Floating tensors are rounded to ``dtype``.
         dtype: The dtype of the inputs and of the result.
-        working: The dtype in which the reference's error sets the budget; default: ``dtype``. Pass
+        working: The dtype in which the reference runs to set the budget; default: ``dtype``. Pass
             float32 for a function that promises float32 arithmetic and a single rounding.
         gradients: Whether to compare the gradient of every floating input, too.
         device: The device that ``fast`` runs on.

@@ -140,6 +140,5 @@ def _check_known(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in BEHAVIORS]
     if unknown:
         raise ValueError(
-            f"check_module: unknown behavior {unknown[0]!r}; expected some of "
-            f"{', '.join(BEHAVIORS)}"
+            f"check_module: unknown behavior {unknown[0]!r}; expected one of {', '.join(BEHAVIORS)}"
         )

@@ -1,4 +1,4 @@
-"""Losses: which steps they supervise, and how much each step counts."""
+"""Losses, which select the steps to supervise and the weight of each step."""
 
 from .step_loss import StepLoss, labels_of_steps, num_answers
 from .steps import AllSteps, LastAndRandom, LearnedWeights, Reach

@@ -1,4 +1,4 @@
-"""The base class of losses: which steps they supervise, and how much each counts.
+"""The base class of losses, which select the steps to supervise and the weight of each.
 
 Shapes: B batch, O answer length, V symbols, S supervised steps, T steps.
 """
@@ -41,7 +41,7 @@ def num_answers(labels: Tensor, steps: Sequence[int]) -> Tensor:
 class StepLoss(nn.Module, ABC):
     """The base class of losses: cross-entropy of answers, weighted by step.
 
-    A loss is a mean over the symbols that have an answer. ``grad_steps`` is the number of steps at
+    A loss is a mean over the symbols of the answers. ``grad_steps`` is the number of steps at
     the end through which gradients flow; None: all.
     """
 

@@ -1,4 +1,4 @@
-"""Step losses: on the last step, on all steps, or on the answers that are within reach.
+"""Losses on the last step, on all steps, or on the answers that are within reach.
 
 Shapes: B batch, O answer length, S supervised steps.
 """
@@ -40,7 +40,7 @@ class LastAndRandom(StepLoss):
     def supervised(
         self, n_step: int, plan: FlowPlan, generator: torch.Generator
     ) -> tuple[int, ...]:
-        """Return the last output step and, with ``random``, an earlier one drawn at random."""
+        """Return the last output step and, if ``random`` is above 0, a random earlier one."""
         *earlier, last = plan.output_steps(n_step)
         if not earlier or not self.random:
             return (last,)
@@ -105,9 +105,9 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """A loss that ignores answers that depend on tokens too far away for the steps taken.
+    """A loss that ignores answers that depend on tokens out of reach after the steps taken.
 
-    After t steps, tokens at most t (window - 1) away are within reach. The last two output steps
+    After t steps, tokens up to t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.
     (Information in fact travels ``window - 1`` tokens farther, because a latent attends to
     neighbors that have just read tokens around them.)

@@ -86,7 +86,7 @@ def accuracies(
 
 
 def _check_data(operation: str, model: LatentThinker, data: CurriculumDataset) -> None:
-    """Raise an error if the data do not fit the model."""
+    """Raise an error if the data cannot be used with the model."""
     if not isinstance(data, CurriculumDataset):
         raise ValueError(
             f"{operation}: data is a {type(data).__name__}; expected a CurriculumDataset"

@@ -44,7 +44,7 @@ class Grid(Report):
         return torch.tensor([[cell.token for cell in row] for row in self.cells])
 
     def to_dict(self) -> dict[str, object]:
-        """Return both shares, rounded to 4 digits, for JSON."""
+        """Return both shares of each cell, rounded to 4 digits, as a dict for JSON."""
         parts = {
             name: [[round(getattr(c, name), 4) for c in row] for row in self.cells]
             for name in ("token", "sequence")
@@ -99,7 +99,7 @@ _FALL = 0.05
 """The smallest drop in the share of correct rows that `Curves.remarks` reports."""
 
 _FEW = 100
-"""The number of rows below which `Curves.remarks` calls rows few: one row is then more than 1%."""
+"""`Curves.remarks` reports lengths with fewer rows, of which one row is more than 1%."""
 
 
 def _fall(rows: int) -> float:
@@ -110,7 +110,7 @@ def _fall(rows: int) -> float:
 
 @dataclass(frozen=True)
 class Curves(Report):
-    """Accuracy by number of steps, a curve for each length.
+    """Accuracy by number of steps, with a curve for each length.
 
     Remarks list the lengths with few rows, and the lengths at which more steps made fewer rows
     correct.
@@ -129,7 +129,7 @@ class Curves(Report):
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the points, for JSON."""
+        """Return the points as a dict for JSON."""
         return plain({"points": self.rows()})
 
     def table(self) -> Table:
@@ -170,7 +170,7 @@ class Curves(Report):
                 few[length] = cells[0].rows
         if few:
             counts = ", ".join(f"{rows} at length {length}" for length, rows in few.items())
-            lines.append(f"few rows, so shares are rough: {counts}")
+            lines.append(f"few rows, so the percentages are imprecise: {counts}")
         for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True):
             best = max(range(len(cells)), key=lambda i: cells[i].sequence)
             if cells[best].sequence - cells[-1].sequence > _fall(cells[best].rows):

@@ -60,7 +60,7 @@ class Add(Task):
         return (values if self.max_value is None else min(values, self.max_value + 1)) ** 2
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw the digits of both numbers, least significant first, and lay them out."""
+        """Draw the digits of both numbers, and arrange them with the operator and ``=``."""
         lengths, longest = self.checked(generator, batch, length)
         device = generator.device
         place = torch.arange(longest, device=generator.device)

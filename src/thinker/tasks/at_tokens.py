@@ -1,4 +1,4 @@
-"""`AtTokens`: a task laid out for a model whose latents are the tokens."""
+"""`AtTokens`: a wrapper of tasks for models whose latents start from the tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class AtTokens(Task):
         task: The task to wrap.
 
     Raises:
-        ValueError: The task is not a `Task` or is already wrapped, or its answers cannot be at its
-            tokens.
+        ValueError: The task is not a `Task` or is already wrapped, or its answers cannot be
+            assigned to tokens.
 
     >>> from thinker import make_task
     >>> task = AtTokens(make_task("prefix_sum"))
@@ -105,7 +105,7 @@ class AtTokens(Task):
         return self.task.separators
 
     def input_length(self, length: int) -> int:
-        """Return the length of the wrapped task's input, with the start and the blanks."""
+        """Return the length of the wrapped task's input, with the start and blank tokens."""
         blanks = self.task.output_length(length) if self._blanks else 0
         return self.task.input_length(length) + (not self.grid) + blanks
 
@@ -132,7 +132,7 @@ class AtTokens(Task):
         return self.laid_out(self.task.sample(generator, batch, length))
 
     def every(self, length: int) -> Sample | None:
-        """Return all rows of the wrapped task with this length, laid out, or None."""
+        """Return all rows of a length, laid out, or None if the wrapped task draws its inputs."""
         rows = self.task.every(length)
         if rows is None:
             return None

@@ -16,7 +16,7 @@ from .task import IGNORED, Sample, Task, at_least, integers, register_task
 @register_task("hops")
 @dataclass(frozen=True, kw_only=True)
 class Hops(Task):
-    """A task of following pointers: the input is the table of a function f, then a start s.
+    """A task of following pointers: the input is the table of a function f and a start s.
 
     The answer of the first step is s, and each further step takes one more hop. ``length`` is the
     number of hops: the answer of step ``length + 1`` is f(f(…f(s))).
@@ -102,7 +102,7 @@ class Depth(Task):
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:
-        """Return a lower bound of the number of bracket sequences.
+        """Return a lower bound on the number of bracket sequences.
 
         With ``max_depth=2``, every other bracket is a free choice; larger depths leave more
         choices.

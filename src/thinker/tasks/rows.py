@@ -38,7 +38,7 @@ class RowsTask(Task):
     answer has a token of its own.
 
     A `CurriculumDataset` holds out a share of the inputs of each length with at least 10 different
-    ones, and trains on the rest. Rows longer than its schedule's longest length are used only for
+    ones, and trains on the others. Rows longer than its schedule's longest length are used only for
     testing.
 
     Args:
@@ -206,7 +206,7 @@ class RowsTask(Task):
         return rows.map(lambda column: column.to(generator.device))
 
     def _cut(self, which: Tensor, longest: int) -> Sample:
-        """Return the rows ``which``, cut to the widths of length ``longest``."""
+        """Return the rows ``which``, with only the columns that length ``longest`` needs."""
         rows = self._rows.rows(which)
         return rows._replace(
             tokens=rows.tokens[:, : self.input_length(longest)],

@@ -155,7 +155,7 @@ class Reverse(_Rearranged):
 
 @register_task("flip")
 class Flip(SequenceTask):
-    """A task of replacing each symbol s with its mirror image in the symbols, symbols - 1 - s."""
+    """A task of replacing each symbol s with ``symbols - 1 - s``."""
 
     def answer(self, tokens: Tensor, mask: Tensor, lengths: Tensor, place: Tensor) -> Tensor:
         """Return symbols - 1 - t_i."""

@@ -282,7 +282,7 @@ def _dug(generator: torch.Generator, solutions: Tensor, box: int, clues: int) ->
         fewer = puzzles[rows]
         at = torch.arange(len(rows))
         fewer[at, cell] = 0
-        # once the removed digit is found again, the rest follows as it did before
+        # once the removed digit is found again, the other cells are solved as before
         can = _narrowed(_possible(fewer, box), box, hidden=False, until=cell)
         enough = can[at, cell].sum(1) == 1
         puzzles[rows[enough]] = fewer[enough]

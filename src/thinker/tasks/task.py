@@ -172,7 +172,7 @@ class Task(ABC):
         return None
 
     def encode(self, row: Any) -> list[int]:
-        """Return an input's token ids; by default the input already is a list of ids."""
+        """Return an input's token ids; by default, the input must already be a list of ids."""
         return list(row)
 
     def decode(self, ids: Sequence[int]) -> Any:
@@ -196,7 +196,7 @@ class Task(ABC):
             lengths = length.to(generator.device)[:, None]
         if shortest < self.min_length:
             raise ValueError(
-                f"{type(self).__name__}: length {shortest}; expected {self.min_length} or more"
+                f"{type(self).__name__}: length is {shortest}; expected {self.min_length} or more"
             )
         return lengths, longest
 
@@ -279,7 +279,7 @@ def integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
 
 
 def at_least(what: str, **least: tuple[int, int]) -> None:
-    """Raise an error for options, given as (value, minimum), that are not whole or too small."""
+    """Raise an error for options (value, minimum) that are not whole numbers or are too small."""
     for name, (value, needed) in least.items():
         if not is_whole(value, needed):
             raise ValueError(

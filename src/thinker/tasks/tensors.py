@@ -36,8 +36,8 @@ class TensorTask(Task):
             than the largest id for inputs, and one more than the largest answer for answers.
 
     Raises:
-        ValueError: The tensors do not fit each other or have invalid ids, or ``augment`` returns
-            such tensors.
+        ValueError: The tensors' shapes do not match or ids are invalid, or ``augment`` returns such
+            tensors.
 
     >>> tokens = torch.arange(6).view(3, 2)
     >>> task = TensorTask(tokens, tokens.flip(1))
@@ -100,8 +100,8 @@ class TensorTask(Task):
         if int(self.tokens.min()) < 0 or not len(targets) or int(targets.min()) < 0:
             least = int(targets.min()) if len(targets) else IGNORED
             raise ValueError(
-                f"TensorTask: the smallest token is {int(self.tokens.min())}, the smallest target "
-                f"{least}; expected ids from 0, and at least one target that is not -100"
+                f"TensorTask: the smallest token is {int(self.tokens.min())}, and the smallest "
+                f"target is {least}; expected ids from 0, and at least one target that is not -100"
             )
         most = max(int(self.tokens.max()), int(targets.max()))
         if self.symbols is not None and self.symbols <= most:

@@ -96,7 +96,7 @@ class CurriculumCallback(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Start counting."""
+        """Start counting answers."""
         self.before = self.trainer.tally.mark()
         self.reported = state.global_step
 
@@ -122,7 +122,7 @@ class CurriculumCallback(ThinkerCallback):
             trainer.data.report(counts["right"], counts["total"])
 
     def on_rewind(self) -> None:
-        """Start counting again."""
+        """Start counting answers again."""
         self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> StateDict:
@@ -196,7 +196,7 @@ class RewindOnPeak(ThinkerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Start counting, with the current state as the best point so far."""
+        """Start the first window of losses, with the current state as the best point so far."""
         self.count = 0
         self.first = math.nan
         self.last = math.nan
@@ -277,7 +277,7 @@ class RewindOnPeak(ThinkerCallback):
         } | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
-        """Start counting again, since this or another callback has gone back."""
+        """Start a new window, since this or another callback has gone back."""
         self.before = self.trainer.tally.mark()
         # the point at the window's beginning belongs to the steps that were undone
         self.newest = self._point(self.trainer.state.global_step)

@@ -1,4 +1,4 @@
-"""Checks that a model fits its training data."""
+"""Checks that a model can be trained on its training data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_workers(args: TrainingArguments, data: CurriculumDataset) -> None:
 
 
 def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> None:
-    """Check that a model's sizes, number of latents and plan fit the data."""
+    """Check that a model's sizes, number of latents and plan are sufficient for the data."""
     config = model.config
     check_layout("ThinkerTrainer", config, data.task)
     sizes = data.sizes()
@@ -51,8 +51,8 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
         has = getattr(config, name)
         if needed > has:
             raise ValueError(
-                f"ThinkerTrainer: the model's {name} is {has}, but {type(data.task).__name__} up "
-                f"to length {data.schedule.max_length} needs {needed}"
+                f"ThinkerTrainer: the model's {name} is {has}, but {type(data.task).__name__} with "
+                f"lengths up to {data.schedule.max_length} needs {needed}"
             )
     if data.most_latents is not None and data.most_latents > (
         config.table_size or data.most_latents
@@ -66,7 +66,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Check that there are enough steps for a loss such as `Reach` to count any answers."""
+    """Check that a loss such as `Reach` would count at least one answer with these steps."""
     if loss.counts_from_start:
         distance = data.batch(data.step, details=True).get("distance")
     else:

@@ -18,7 +18,8 @@ def parameter_groups(
         weight_decay: The weight decay of the matrices.
 
     Returns:
-        Groups for a torch optimizer: the matrices, then the rest. Empty groups are left out.
+        Groups for a torch optimizer: the matrices, then the other parameters. Empty groups are left
+            out.
     """
     # by the kind of module: embeddings and latents have two axes as well
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}

@@ -71,7 +71,7 @@ class ThinkerTrainer(StepTrainer):
         segments: The number of optimizer steps for each batch. Each optimizer step continues from
             the latents of the previous one, without gradients into it (deep supervision: HRM, Wang
             et al. 2025; TRM, Jolicoeur-Martineau 2025). The model thus learns to continue from
-            latents of many steps, but each optimizer step computes only a few. ``max_steps`` and
+            latents of many steps, but each optimizer step computes few steps. ``max_steps`` and
             the logged speeds count segments.
         eval_lengths: The lengths of held-out samples in `evaluate`; default: the longest in
             training.
@@ -80,8 +80,8 @@ class ThinkerTrainer(StepTrainer):
             default: the training data.
 
     Raises:
-        ValueError: The samples are longer than the model supports or have other symbols; the loss
-            does not fit the model; or ``segments`` is above 1 with a task or a loss that counts
+        ValueError: The samples are longer than the model supports or have other symbols, the loss
+            cannot train the model, or ``segments`` is above 1 with a task or a loss that counts
             steps from the start.
     """
 
@@ -101,7 +101,8 @@ class ThinkerTrainer(StepTrainer):
         check_kinds(model, train_dataset, step_loss, draw_plan)
         check_fit(model, train_dataset, model.plan)
         self.draw_plan = draw_plan
-        # a single plan may lack operations that are drawn rarely; eight plans reveal most misfits
+        # a single plan may lack operations that are drawn rarely; eight plans reveal most of those
+        # that the model does not support
         for seed in range(8 if draw_plan else 0):
             check_fit(
                 model, train_dataset, self._plan_of(torch.Generator().manual_seed(seed), model)
@@ -258,7 +259,7 @@ class ThinkerTrainer(StepTrainer):
             last = outputs.output_steps[-1:]
             (answers,) = labels_of_steps(labels, last)
             if self.step_loss.counts_from_start:
-                # answers out of reach would lower the accuracy that a schedule follows
+                # answers out of reach would lower the accuracy that a schedule uses
                 weights = torch.as_tensor(self.step_loss.weights(outputs, last, distance))
                 answers = answers.masked_fill(weights[0] == 0, -100)
             self.tally.add(outputs.logits, answers, inputs["lengths"], loss)

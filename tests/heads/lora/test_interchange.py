@@ -593,7 +593,7 @@ def test_bad_checkpoints_are_refused_before_the_model_is_touched(tmp_path):
 
     refused(r"load_lora:.*model.layers.2", good, num_hidden_layers=2)
     refused(r"load_lora:.*has shape.*\[16.*4\].*\[32.*4\].*43", good, hidden_size=32)
-    refused(r"load_lora:.*does not fit this GPT2LMHeadModel", good, kind="gpt2")
+    refused(r"load_lora:.*does not match this GPT2LMHeadModel", good, kind="gpt2")
     cases = {
         "not finite": (lambda t: t[KEY].fill_(float("nan")), r"load_lora:.*numbers"),
         "shape": (

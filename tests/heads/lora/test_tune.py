@@ -216,7 +216,7 @@ def test_a_model_that_would_lose_the_adapter_to_rounding_is_written_in_float32(b
     model = AutoModelForCausalLM.from_pretrained(base)
     model.bfloat16().save_pretrained(base)
     report = tuned(base, "run", learning_rate=1e-9)
-    assert "model is in float32, because rounding to torch.bfloat16 loses" in str(report)
+    assert "model is in float32, because rounding to torch.bfloat16 would lose" in str(report)
     written = AutoModelForCausalLM.from_pretrained(base.parent / "run" / "model")
     assert {tensor.dtype for tensor in written.parameters()} == {torch.float32}
     assert any(
@@ -237,7 +237,7 @@ def test_a_model_that_would_lose_the_adapter_to_rounding_is_written_in_float32(b
         ({"judge": "gpt"}, "judge is 'gpt', expected 'likelihood_gain'"),
         (
             {"judge": "likelihood_gain", "answers": 0},
-            "answers is 0, expected 1 or more for the judge",
+            "answers is 0, expected 1 or more, because a judge is given",
         ),
         ({"rows": ROWS[:1]}, "each of the 1 examples is held out"),
         ({"rows": [3]}, "a value of type int in row 1"),

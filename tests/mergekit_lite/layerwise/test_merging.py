@@ -452,7 +452,7 @@ def test_a_recipe_and_the_command_line_do_as_the_function(tmp_path, capsys):
         ),
         (
             {"calibration": [{"train": ["a"]}, DATA[1]]},
-            "expected rows, got a mapping of train",
+            "expected rows, got a mapping with the keys train",
         ),
         (
             {"calibration": DATA, "out_dtype": "float16"},

@@ -376,7 +376,7 @@ def test_settings_that_differ_are_the_base_s_without_strict(tmp_path):
     tuned.config.rope_parameters = {**tuned.config.rope_parameters, "rope_theta": 50.0}
     save(base, tmp_path / "base")
     save(tuned, tmp_path / "tuned")
-    with pytest.warns(UserWarning, match=r"Merger:.*base's versions are used"):
+    with pytest.warns(UserWarning, match=r"Merger:.*base's version is used"):
         merger = Merger.from_pretrained(
             [tmp_path / "tuned"], base=tmp_path / "base", strict=False, initial=0.5
         )

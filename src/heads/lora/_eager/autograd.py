@@ -138,7 +138,7 @@ class _Tensors(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The tensors and settings of one adapter, as the products expect them."""
+    """The tensors and settings of one adapter, in the order that ``products.add_`` takes them."""
 
     a: Tensor
     b: Tensor

@@ -187,7 +187,7 @@ def lora_report(
         base_vocab_size: The original vocabulary size of the base model. If the vocabulary has grown
             since then, the report warns about an embedding or a head that is not trained.
         trained: Whether the adapters have been trained. If True, the report warns about every B
-            that is zero. If False, it warns only if other Bs are not zero.
+            that is zero. If False, it does so only if the B of another adapter is not zero.
 
     Returns:
         The report, which prints as a table and can be plotted.
@@ -245,7 +245,7 @@ def lora_report(
 
 @dataclass(frozen=True)
 class _Findings:
-    """The metrics of all adapters, and the names of the layers in which something looks wrong.
+    """The metrics of all adapters, and the names of the layers with likely mistakes.
 
     Attributes:
         rows: The metrics of each adapter.

@@ -99,7 +99,8 @@ class TuneReport(Report):
     def remarks(self) -> list[str]:
         """Return the verdict, the cost, the notes, and the names of the written files."""
         cost = (
-            f"training: {self.seconds:.0f} s without evaluations, at most {self.peak_mb:,.0f} MiB"
+            f"training: {self.seconds:.0f} s without evaluations, peak memory "
+            f"{self.peak_mb:,.0f} MiB"
         )
         files = names_in(self.out)
         written = f"in {self.out}: {', '.join(files)}"

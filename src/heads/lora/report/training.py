@@ -25,11 +25,12 @@ _FEWEST = 3  # minimum number of earlier log entries for this median
 # must exceed it by _SUSTAINED, or a single loss by _SINGLE
 _SUSTAINED = 5.0
 _SINGLE = 15.0
-_RISE = 0.3  # minimum rise of a level, in nats: a third more perplexity
+_RISE = 0.3  # minimum rise of a level, in nats; 0.3 nats increase the perplexity by a third
 _CERTAIN = 6.0  # minimum rise of a level, in standard errors
 _MEDIAN = 1.57  # variance of the median of normal noise, divided by the variance of its mean
 _TENTH = 10  # a level is the median of consecutive entries, 1 / _TENTH of all entries
 _LEVEL = 3  # minimum number of entries in a level
+_LEAST_NOISE = 1e-9  # nats; losses are logged with fewer digits
 _NORMAL = 1.4826  # standard deviation of normal noise, divided by its median absolute deviation
 _ENOUGH = 5  # minimum number of third differences for an estimate of the noise of held-out losses
 _RISEN = 4.0  # a held-out loss rises or falls if it changes by this many deviations of that noise
@@ -117,9 +118,8 @@ class TuningReport(Report):
         Training losses are medians, because the losses of single batches vary.
         """
         lines = []
-        if _finite(self.train):
-            losses = [loss for _, loss in self.train]
-            size = _level_size(len(losses))
+        if losses := [loss for _, loss in _finite(self.train)]:
+            size = min(len(losses), _level_size(len(losses)))
             lines.append(
                 f"training: median loss {statistics.median(losses[:size]):.3f} in the first "
                 f"{size} log entries, {statistics.median(losses[-size:]):.3f} in the last {size}"
@@ -128,7 +128,7 @@ class TuningReport(Report):
             step, least = min(finite, key=lambda entry: entry[1])
             last_step, last = self.held_out[-1]
             lines.append(
-                f"held out: loss {self.held_out[0][1]:.3f} to {last:.3f} at step {last_step} "
+                f"held out: first loss {self.held_out[0][1]:.3f}, {last:.3f} at step {last_step} "
                 f"(perplexity {perplexity(last):.2f}), lowest {least:.3f} at step {step}"
             )
         return [*lines, f"verdict: {self.verdict}"]
@@ -221,11 +221,11 @@ def tuning_report(
     - breaks: a loss is not finite, or the gradients of the last steps are not finite.
     - diverges: the training loss ends above its lowest level by more than 0.3 nats and 6 standard
       errors, where a level is the median of a tenth of the entries. Or the held-out loss rises
-      after its minimum, and from there on a line fitted to the training losses climbs by more than
-      3 standard errors.
+      after its minimum, and from there on a line fitted to the training losses has a slope of
+      more than 3 standard errors.
     - overfits: the last held-out loss is above the lowest by more than ``tolerance`` and by more
       than 4 times the noise between evaluations. With fewer than 8 evaluations, a tenth of the
-      range of their losses takes the place of 4 times the noise.
+      range of their losses is used instead of 4 times the noise.
     - spikes: a training loss is 15 standard deviations above the median of the 40 losses before it.
       Or two losses, at most two entries apart, are each 5 standard deviations above this median. If
       each entry is the mean of many steps, 0.3 nats and 6 standard deviations can be enough for a
@@ -253,7 +253,7 @@ def tuning_report(
     >>> log += [{"step": i, "eval_loss": 2 + (i - 20) ** 2 / 900} for i in (0, 10, 20, 30)]
     >>> print(tuning_report(log))
     training: median loss 1.950 in the first 3 log entries, 1.275 in the last 3
-    held out: loss 2.444 to 2.111 at step 30 (perplexity 8.26), lowest 2.000 at step 20
+    held out: first loss 2.444, 2.111 at step 30 (perplexity 8.26), lowest 2.000 at step 20
     verdict: overfits
     overfits from step 20: the held-out loss rises, but the training loss does not clearly rise
     spike at step 25: loss 9.000, usual 1.688, the gradient's norm 70
@@ -314,8 +314,8 @@ def _losses_of(
         others |= {key for key in entry if key.startswith("eval_") and key.endswith("_loss")}
     if not held_out_losses and others:
         raise ValueError(
-            f"tuning_report: the log has no {held_out!r}; expected held_out= with one of the "
-            f"held-out losses in the log: {', '.join(sorted(others))}"
+            f"tuning_report: the log has no {held_out!r}; pass held_out= with the name of a "
+            f"held-out loss that the log has: {', '.join(sorted(others))}"
         )
     if not entries and not held_out_losses:
         raise ValueError(
@@ -353,7 +353,7 @@ def _noise(losses: Sequence[float]) -> float:
     """Return the standard deviation of the noise of a logged loss.
 
     It is estimated from the changes between entries, and is at least a hundredth of the median
-    loss. For fewer than two losses, it is infinite.
+    loss, and above 0. For fewer than two losses, it is infinite.
     """
     if len(losses) < 2:
         return math.inf
@@ -361,7 +361,8 @@ def _noise(losses: Sequence[float]) -> float:
     middle = statistics.median(changes)
     deviation = _NORMAL * statistics.median(abs(change - middle) for change in changes)
     # the difference of two independent losses has twice the variance
-    return max(deviation / 2**0.5, 0.01 * abs(statistics.median(losses)))
+    # losses may all be logged as 0
+    return max(deviation / 2**0.5, 0.01 * abs(statistics.median(losses)), _LEAST_NOISE)
 
 
 def _level_size(count: int) -> int:
@@ -469,7 +470,7 @@ def _bending(losses: Sequence[float]) -> float:
 
 
 def _rises(entries: LossLog) -> bool:
-    """Return whether a line fitted to losses climbs by more than three standard errors."""
+    """Return whether a line fitted to losses has a slope of more than three standard errors."""
     # in a log that was joined from several, a step may have several losses
     if len({step for step, _ in entries}) < 3:
         return False

@@ -40,7 +40,7 @@ def load_lora(
     accelerate: bool = True,
     **options: Any,
 ) -> PeftModel:
-    """Load an adapter as peft's `PeftModel.from_pretrained` does, with the lean forward.
+    """Load an adapter as peft's `PeftModel.from_pretrained` does, with a leaner forward.
 
     Before anything is loaded, the names and shapes in the checkpoint are compared with the model,
     unless the model is quantized.
@@ -59,9 +59,9 @@ def load_lora(
         The `PeftModel` with the adapter.
 
     Raises:
-        ValueError: The folder or hub id does not exist, the adapter is not LoRA, its file is a
-            pickle or truncated, its modules, tensors or shapes do not match the model and the
-            config, a rank, an alpha or a weight is not a finite number, or ``adapter_name`` is
+        ValueError: The folder or hub id does not exist; the adapter is not LoRA; its file is a
+            pickle or truncated; its modules, tensors or shapes do not match the model and the
+            config; a rank, an alpha or a weight is not a finite number; or ``adapter_name`` is
             invalid or already in use.
 
     >>> from peft import get_peft_model
@@ -173,7 +173,7 @@ def _compare(
     base: nn.Module,
     config: LoraConfig,
 ) -> None:
-    """Raise ValueError if a checkpoint does not fit the model.
+    """Raise ValueError if a checkpoint's tensors do not match the model and the config.
 
     ``base`` is a copy of the model on the meta device, and is changed.
     """
@@ -186,7 +186,7 @@ def _compare(
     strange = sorted(adapted - modules)
     if strange:
         raise ValueError(
-            f"{of} does not fit this {type(base).__name__}: expected tensors for modules of the "
+            f"{of} does not match this {type(base).__name__}: expected tensors for modules of the "
             f"model, which has no {_first(strange)}"
         )
     expected: dict[str, tuple[int, ...]] = {}
@@ -209,7 +209,7 @@ def _compare(
         if expected.get(name, shape) != shape:
             wrong.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
     if wrong:
-        raise ValueError(f"{of} does not fit: {_first(wrong)}")
+        raise ValueError(f"{of} does not match the model: {_first(wrong)}")
     left = sorted(shapes.keys() - expected.keys())
     if left:
         named = config.target_modules
@@ -225,7 +225,7 @@ def _compare(
 
 
 def _first(names: Sequence[str]) -> str:
-    """Format several names as the first one and, if there are more, their number."""
+    """Return the first of several names and, if there are more, the number of the others."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more)"

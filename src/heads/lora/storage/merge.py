@@ -38,7 +38,7 @@ _SHOWN = 5  # number of layers in a printed report
 
 
 class RoundingError(ValueError):
-    """The error that rounding would lose too much of the updates."""
+    """Raised if rounding would lose too much of the updates."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def _card(model: PeftModel, call: str) -> str:
     base = source_of(model.get_base_model())
     parts = [
         f"{shown_name(base)} with its LoRA adapters merged into the weights.",
-        f"Made by `heads.lora` with\n\n```python\n{call}\n```",
+        f"Made by `heads.lora` with this call:\n\n```python\n{call}\n```",
     ]
     title = f"{shown_name(base)}, tuned"
     return card_of(title, parts, bases=[base], tags=["lora"], relation="finetune")
@@ -418,7 +418,8 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
     with no_init_weights(), torch.device("meta"):
         stock = type(base)._from_config(config)
     seen: set[int] = set()
-    for name, tensor in state.items():  # a tensor shared without a declared tie is copied
+    # copy a tensor that has several names but is not declared as tied
+    for name, tensor in state.items():
         if tensor.data_ptr() in seen:
             state[name] = tensor.clone()
         seen.add(tensor.data_ptr())

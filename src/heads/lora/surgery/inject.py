@@ -63,8 +63,8 @@ def inject_lora_(
         The names of the changed layers, and the numbers of trainable and of all parameters.
 
     Raises:
-        ValueError: The module contains no such layer, is one itself or already has LoRA layers, or
-            an argument is out of range.
+        ValueError: The module contains no layer to replace, is such a layer itself, or already has
+            LoRA layers; or an argument is out of range.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inject_lora_(model, r=2, filter_fn=lambda module, name: name == "0"))

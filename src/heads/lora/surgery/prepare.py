@@ -66,7 +66,10 @@ def _near(name: str, known: set[str]) -> str:
 
 
 def _check_config(operation: str, model: nn.Module, config: object, adapter_name: str) -> None:
-    """Raise for an invalid config that peft accepts, or rejects only after changing the model."""
+    """Raise ValueError for an invalid config.
+
+    peft accepts some of these configs, and rejects others only after changing the model.
+    """
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"{operation}: config is a {type(config).__name__}, expected a peft.LoraConfig"
@@ -175,7 +178,7 @@ def _check_targets(operation: str, model: nn.Module, config: LoraConfig) -> None
 
 
 def _rehearse(operation: str, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
-    """Inject adapters into a copy without data; raise if a rank is too large for a weight."""
+    """Inject adapters into a copy without data; raise ValueError if a rank exceeds a dimension."""
     if is_quantized(model):
         return
     trial = copy.deepcopy(config)
@@ -207,7 +210,7 @@ def prepare_lora(
     accelerate: bool = True,
     **options: object,
 ) -> PeftModel:
-    """Add LoRA adapters as `get_peft_model` does, and give the layers the lean forward.
+    """Add LoRA adapters as `get_peft_model` does, and give the layers a leaner forward.
 
     The config is first tried on a copy of the model. The copy is on the meta device, so it takes no
     memory.

@@ -22,7 +22,10 @@ from .prepare import prepare_lora
 
 
 def load_trainable(folder: Path, config: TuneConfig) -> Any:
-    """Load a model, add adapters or select the parameters to train, and fuse its loss."""
+    """Load a model, and add adapters or select the parameters to train.
+
+    `fuse_cross_entropy_` then replaces the computation of its loss.
+    """
     dtype: Any = config.dtype
     if not config.r and dtype == "auto":
         dtype = torch.float32  # small updates of bfloat16 weights would be rounded away

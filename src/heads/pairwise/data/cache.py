@@ -1,4 +1,4 @@
-"""Cache a frozen encoder's features in a folder, so that heads train in seconds.
+"""Cache a frozen encoder's features in a folder, so that heads can be trained in seconds.
 
 Features are looked up by a hash of the sequence's tokens, and a hash of the encoder's config,
 weights and active adapters. Therefore other pairs with the same prompt and answer can use them, and

@@ -1,4 +1,4 @@
-"""Tokenize pairs, and collate them into batches in which each answer occurs once, unpadded.
+"""Tokenize pairs, and collate them into batches without padding, in which each answer occurs once.
 
 Shapes: T tokens of all sequences, S sequences, P pairs, W width of the features, F surface
 features, C classes.
@@ -201,10 +201,10 @@ class PairwiseDataset(Dataset):
     ) -> None:
         """Encode each answer once with a model's frozen encoder, and keep the features.
 
-        A head then trains in seconds.
+        A head can then be trained in seconds.
 
         Args:
-            model: A `PairwiseModel` whose encoder does not train.
+            model: A `PairwiseModel` whose encoder is frozen.
             cache: A folder to store the features in. Features that an earlier run with the same
                 encoder stored there, finished or not, are not computed again.
             progress: Whether to show a progress bar.
@@ -292,7 +292,7 @@ def answers_to(
 def flat_batch(
     groups: Iterable[tuple[Sequence[Answer], Sequence[tuple[int, int]]]],
 ) -> dict[str, Tensor]:
-    """Collate groups of answers into concatenated tokens, or features, and pairs to compare.
+    """Collate groups of answers into a batch: tokens or features, and the pairs to compare.
 
     Equal answers occur once. The answers of a group are sorted by content, whatever their order is,
     so that swapping A and B does not change the encoder's outputs, not even by rounding.

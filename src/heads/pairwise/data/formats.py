@@ -101,7 +101,7 @@ def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Wor
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return prompt, chosen and rejected; the prompt is a column, or both answers begin with it."""
+    """Return the prompt (from its column, or the beginning of both answers) and both answers."""
     chosen = plain(row[one])
     rejected = plain(row[other])
     before = plain(row.get("prompt"))
@@ -223,7 +223,7 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError(
-                f"{name} is plain text, expected a list of messages, or one as JSON"
+                f"{name} is plain text, expected a list of messages, or such a list as JSON"
             ) from None
     turns = []
     for message in value if isinstance(value, list) else [value]:
@@ -278,7 +278,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """Return the label of a preference: 1 is A, 2 is B, 0 and 1.5 are ties, others soft labels."""
+    """Return a preference as a label: 1 is A, 2 is B, 0 and 1.5 are ties, others are soft."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -295,7 +295,7 @@ def _preference(value: object) -> int | tuple[float, ...] | None:
             f"preference is {value!r}, expected 0 (tie), or a number from 1 (first answer) to 2 "
             "(second answer)"
         )
-    # AlpacaEval counts answers from 1, classes here from 0
+    # AlpacaEval counts answers from 1, but the classes here count from 0
     fixed = {0: 2, 1: 0, 1.5: 2, 2: 1}
     if value in fixed:
         return fixed[value]

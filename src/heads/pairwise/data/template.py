@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 class CutTokens(NamedTuple):
-    """A sequence, and the numbers of tokens of its prompt and its answer that did not fit."""
+    """A sequence, and the numbers of tokens that were cut from its prompt and its answer."""
 
     tokens: Tokens
     of_prompt: int
@@ -87,7 +87,7 @@ class Template:
         if room < 2:
             raise ValueError(
                 f"PairwiseDataset: max_tokens is {self.limit}, expected at least "
-                f"{self.limit - room + 2}: the special tokens and 2 more"
+                f"{self.limit - room + 2}: the special tokens and 2 tokens of text"
             )
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
@@ -241,7 +241,7 @@ class Template:
             raise ValueError(
                 f"PairwiseDataset: max_tokens is {self.limit}, expected at least "
                 f"{self.limit - room + 2}: the special tokens of a conversation that begins with a "
-                f"{roles[0]} turn, and 2 more"
+                f"{roles[0]} turn, and 2 tokens of text"
             )
         room_for_prompt = min(len(prompt), max(min(self.prompt_room, room - 1), room - len(answer)))
         cut = prompt[len(prompt) - room_for_prompt :], cut_middle(answer, room - room_for_prompt)
@@ -290,7 +290,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 
 
 def cut_middle(tokens: Sequence[int], room: int) -> Sequence[int]:
-    """Return the first and last tokens, half of ``room`` each, or all tokens if they fit.
+    """Return the first and last ``room / 2`` tokens, or all tokens if there are at most ``room``.
 
     >>> cut_middle([1, 2, 3, 4, 5], 3)
     [1, 2, 5]

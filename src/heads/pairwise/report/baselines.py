@@ -1,4 +1,4 @@
-"""Baselines without an encoder: class frequencies, a curve of length, words and style."""
+"""Baselines without an encoder, which use class frequencies, lengths, words and style."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def baseline_verdicts(
     - boosted trees on differences and means of the surface features.
 
     Args:
-        train: Labeled pairs to fit on.
+        train: Labeled pairs that the baselines are fitted on.
         test: Pairs to judge.
         classes: 3, or 2 for data without ties.
 
@@ -139,7 +139,7 @@ def baseline_verdicts(
     }
     verdicts[BASELINES[1]] = _fitted(
         make_pipeline(
-            # constant: beyond the differences in training pairs, a longer answer gains no more
+            # constant: beyond the differences in training pairs, more length changes nothing
             SplineTransformer(n_knots=8, extrapolation="constant"),
             LogisticRegression(C=10, max_iter=1000),
         ),
@@ -171,7 +171,7 @@ def baseline_verdicts(
 def rivals_of(
     log_probs: Tensor, labels: Sequence[object], train: Sequence[Pair], test: Sequence[Pair]
 ) -> tuple[Rival, ...]:
-    """Return the baselines' metrics on test pairs, and the gain of a model's log-probabilities."""
+    """Return the baselines' metrics on test pairs, and a model's gain over each baseline."""
     wanted = shares_of(labels, log_probs.shape[-1])
     near = near_in_length(test)
 
@@ -181,7 +181,7 @@ def rivals_of(
 
     model_losses = losses(log_probs.double())
     rivals = []
-    # pairs without a prompt do not share one
+    # each pair without a prompt counts as a separate prompt
     groups = [pair.prompt or number for number, pair in enumerate(test)]
     for name, verdicts in baseline_verdicts(train, test, classes=log_probs.shape[-1]).items():
         metrics = pairwise_metrics(verdicts, labels)

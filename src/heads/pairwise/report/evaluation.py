@@ -33,7 +33,7 @@ from .metrics import (
     shares_of,
 )
 
-_ENOUGH = 100  # pairs to fit a temperature on
+_ENOUGH = 100  # number of pairs for a good estimate of the temperature
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class PairwiseReport(Report):
         axes.set(
             xscale="log",
             xlabel="how many times longer",
-            ylabel="share that the longer answer wins",
+            ylabel="fraction of pairs that the longer answer wins",
             ylim=(0, 1),
         )
         axes.legend(loc="lower right")
@@ -214,8 +214,8 @@ def pairwise_report(
         data: Pairs with labels, from ``model.dataset(pairs)``.
         train: The pairs that the model was trained on, such as ``train_data.pairs``. Four baselines
             are fitted on these pairs (extra ``judge``): the class frequencies of the labels, a
-            curve of length, a regression on words and style, and boosted trees on style. A useful
-            judge is better than all of them.
+            curve of the difference in length, a regression on words and style, and boosted trees on
+            style. A useful judge is better than all of them.
         batch_size: Number of pairs in a batch.
         progress: Whether to show a progress bar.
 
@@ -366,7 +366,7 @@ def calibrate_(
     labels = _labels(data)
     # undo the old temperature: otherwise a second call would fit the ratio of both
     logits = log_probs.double() * old_temperature
-    # pairs without a prompt do not share one
+    # each pair without a prompt counts as a separate prompt
     prompts = [pair.prompt or number for number, pair in enumerate(data.pairs)]
     found = cautious_temperature(logits, labels, prompts)
     before = pairwise_metrics(log_probs, labels).log_loss

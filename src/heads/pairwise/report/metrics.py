@@ -25,8 +25,9 @@ _BINS = 15
 _LEAST = 0.02
 MOST = 50.0
 # Prior standard deviation of 1 / temperature, whose prior mean is 1. With 0.5, ten pairs raise the
-# log-loss of a calibrated judge by less than 0.007 nats. After a hundred pairs, a judge with random
-# verdicts is less than 0.01 nats above always predicting one half. Tests check both values.
+# log-loss of a calibrated judge by less than 0.007 nats. After a hundred pairs, the log-loss of a
+# judge with random verdicts is less than 0.01 nats above that of always predicting one half. Tests
+# check both values.
 _PRIOR = 0.5
 
 
@@ -311,7 +312,7 @@ def cautious_temperature(
     error = math.inf
     repeats = 1.0
     if curvature > 0:
-        # if every verdict is right, there is no best temperature, and the fit stops at its limit
+        # if every verdict is right, there is no best temperature, and `best` is at its limit
         if best < 0.99 / _LEAST:
             error = spread**0.5 / curvature
         # for independent pairs, the spread equals the curvature. If the pairs of a prompt are

@@ -21,7 +21,11 @@ _FEW_TIES = 0.05
 
 
 class Parts(NamedTuple):
-    """The pairs of a run, divided by their use."""
+    """The pairs of a run, divided by their use.
+
+    The judge is tested on ``home``, which has held-out prompts, and on ``away``, which has answers
+    of held-out models.
+    """
 
     train: list[Pair]
     choose_epoch: list[Pair]

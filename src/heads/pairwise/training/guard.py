@@ -17,8 +17,8 @@ from ..report.metrics import alike
 # number of weight tensors to watch, and number of values to sample from each
 _SAMPLED = 8
 _EACH = 4096
-_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A changes only after B, and B after a new head
-_PATIENT = 0.3  # fraction of a run before its log-loss is checked: a weak signal shows late
+_STEPS_TO_MOVE = 10  # after warm-up: LoRA's A changes only after its B, and B only after a new head
+_PATIENT = 0.3  # fraction of a run before the first check of its log-loss, which may fall late
 _MIN_MOVED = 0.75  # fraction of the sampled values that must have changed after _STEPS_TO_MOVE
 
 
@@ -158,7 +158,7 @@ class DeadRunGuard(TrainerCallback):
             shares = alike(shares)
         # the loss of a class without labels would be infinite, and infinity times 0 is nan
         prior = -shares.clamp(min=1e-12).log()  # of each class
-        # the mean gain per pair over always predicting the shares; its variance follows
+        # how much lower the log-loss is than that of always predicting the shares, on average
         gain = float((labels * prior - lost).sum()) / count
         # E[(prior - loss)²] - E[prior - loss]², from the sums of the window
         spread = float(seen[3, 0] - 2 * prior @ lost + prior @ moments @ prior) / count - gain**2

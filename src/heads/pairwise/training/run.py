@@ -43,7 +43,7 @@ from .division import divide, labeled_pairs, prompts_of, without_few_ties
 from .trainer import PairwiseTrainer, check_training_data
 
 _RESULTS = ("report.json", "report.txt", "calibration.png", "model")
-_FEW_PAIRS = 200  # below this, the 95 % interval of an accuracy is wider than ± 7 %
+_FEW_PAIRS = 200  # below this, the 95 % interval of an accuracy is about ± 7 % or wider
 # the fraction of a frozen encoder's layers to use. The upper layers are specialized for the task
 # that it was trained on; MiniLM's lower four judge better than all six (docs/pairwise.md)
 _FROZEN_SHARE = 2 / 3
@@ -126,7 +126,9 @@ class JudgeReport(Report):
             )
         for name in self.shares_prompts:
             lines.append(f"{name}: there are so few prompts that some also occur in training pairs")
-        return [*lines, f"in {self.out}: {', '.join(names_in(self.out))}"]
+        # these two are written after this line
+        files = sorted({*names_in(self.out), "report.json", "report.txt"})
+        return [*lines, f"in {self.out}: {', '.join(files)}"]
 
     def _sets(self) -> dict[str, PairwiseReport]:
         sets = {"home (prompts)": self.home}
@@ -386,9 +388,9 @@ def _write(report: JudgeReport, out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is not None:
         with new_file(out / "calibration.png", "train_judge") as temporary:
             report.plot().savefig(temporary, format="png")
-    texts = [str(report), "At home:", str(report.home)]
+    texts = [str(report), "home (held-out prompts):", str(report.home)]
     if report.away is not None:
-        texts += ["Away:", str(report.away)]
+        texts += ["away (answers of held-out models):", str(report.away)]
     with new_file(out / "report.txt", "train_judge") as temporary:
         temporary.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     write_json(out / "report.json", report.to_dict(), "train_judge")

@@ -1,6 +1,6 @@
 """`PairwiseTrainer`: `transformers.Trainer` for pairs.
 
-It adds layerwise learning rates and a guard against dead runs.
+It adds layerwise learning rates and a guard that stops runs that learn nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PairwiseTrainer(StepTrainer):
 
     Batches are collated by `PairwiseCollator`; encoders that cannot be packed get batches of pairs
     of similar length. A new head starts with the tie rate of the training data, and with feature
-    scales that are estimated on some of these data. A `DeadRunGuard` stops dead runs unless
-    ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
+    scales that are estimated on some of these data. A `DeadRunGuard` stops a run that learns
+    nothing, unless ``guard`` is False. Evaluation reports accuracy, log-loss and calibration error.
 
     Args:
         model: A `PairwiseModel`, which peft may have wrapped. For `hyperparameter_search`, pass
@@ -240,8 +240,8 @@ def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
     encoder = [*judge.encoder.parameters(), *judge.pool.parameters()]
     if data.encoded and any(p.requires_grad for p in encoder):
         raise ValueError(
-            f"PairwiseTrainer: {name} holds features of a frozen encoder, but the encoder trains; "
-            "call freeze_(model, 'all'), or pass a data set without features"
+            f"PairwiseTrainer: {name} holds features of a frozen encoder, but the encoder is "
+            "trained; call freeze_(model, 'all'), or pass a data set without features"
         )
     data.check_made_for("PairwiseTrainer", judge)
 

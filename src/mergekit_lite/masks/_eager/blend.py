@@ -34,7 +34,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
-    """Yield consecutive slices of ``size``; the last may be shorter."""
+    """Yield consecutive slices of length ``size``; the last may be shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 

@@ -1,4 +1,4 @@
-"""`MaskCollator`: collates examples of several tasks into a batch."""
+"""`MaskCollator`: collate examples of several tasks into a batch."""
 
 from __future__ import annotations
 

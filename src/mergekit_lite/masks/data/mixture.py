@@ -172,6 +172,6 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _drawn(rng: random.Random, places: list[_Place], count: int) -> list[_Place]:
-    """Draw ``count`` places, so that their frequencies differ by at most one."""
+    """Draw ``count`` of the examples at ``places``; their frequencies differ by at most one."""
     whole, rest = divmod(count, len(places)) if places else (0, 0)
     return places * whole + rng.sample(places, rest)

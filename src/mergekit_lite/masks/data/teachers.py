@@ -77,7 +77,7 @@ def cache_teachers(
     """Run the teachers once and store their final hidden states at supervised positions.
 
     Training on the result runs no teacher, and gives the same loss. Hidden states are stored
-    because they are small: H values per position, while logits have V values, some 40 times as
+    because they are small: H values per position, while logits have V values, about 40 times as
     many. Files are memory-mapped. After an interruption, the same call continues where it stopped.
     Under torchrun, let one process write the cache before the other processes start.
 

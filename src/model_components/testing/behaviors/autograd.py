@@ -89,7 +89,8 @@ def _agrees(what: str, actual: Tensor, slope: Tensor, largest: float = 0.0) -> N
     error = size(actual.detach() - slope)
     require(
         error <= most,
-        f"{what}: expected to match the finite difference up to {most:.1e}, got error {error:.1e}",
+        f"{what}: expected an error of at most {most:.1e} against the finite difference, got "
+        f"{error:.1e}",
     )
 
 
@@ -117,7 +118,7 @@ def second_gradients(subject: Subject) -> None:
     derivative = first(zero, True)
     slope = _slope(lambda s: first(s, False))
     if not derivative.requires_grad:
-        # a backward pass that leaves no graph claims that the second derivative is 0
+        # without a graph of the backward pass, autograd treats the second derivative as 0
         actual = torch.zeros_like(slope)
     else:
         (actual,) = torch.autograd.grad(derivative, zero)

@@ -64,7 +64,7 @@ def state_dict_assigned(subject: Subject) -> None:
 
 
 def meta_device(subject: Subject) -> None:
-    """Check the forward on the meta device, and the way back with ``to_empty`` and a state dict."""
+    """Check the forward on the meta device, and the move back by ``to_empty`` and a state dict."""
     module = subject.module()
     expected = subject.step(module)
     state = copy.deepcopy(module.state_dict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from model_components._checks import CheckedConfig, Range, Whole, problem
 
@@ -20,7 +20,50 @@ _LIGHT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class KroneckerConfig(CheckedConfig):
+class Config(CheckedConfig):
+    """The base class of configs of smaller weights.
+
+    A subclass is a dataclass with sizes and ``init``, of which ``"sequential"`` is fitted to data.
+    """
+
+    # whether the structure can replace embedding tables and tied layers
+    replaces_tables: ClassVar[bool] = False
+    # whether `fit_factors` fits all matrices of an MLP together; if not, each is fitted alone
+    fits_mlps: ClassVar[bool] = False
+
+    @property
+    def init(self) -> str:
+        """How factors are initialized; a field of each structure."""
+        raise NotImplementedError
+
+    @property
+    def epochs(self) -> int:
+        """The epochs of gradient descent; a field of structures with `fits_mlps`."""
+        return 0
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes as keyword arguments of the layer."""
+        raise NotImplementedError
+
+    def opposite(self) -> Self:
+        """Return the config for a weight of transposed shape, such as an MLP's other matrix."""
+        return self
+
+    def check(self, out_features: int, in_features: int, *, operation: str) -> None:
+        """Raise a ValueError if the sizes do not fit a weight of shape (O, I)."""
+        raise NotImplementedError
+
+    def count(self, out_features: int, in_features: int) -> int:
+        """Count the parameters of the smaller weight."""
+        raise NotImplementedError
+
+
+STRUCTURES: dict[str, type[Config]] = {}
+"""The structures by name, which `layers.linear.structure` fills."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerConfig(Config):
     """Settings to replace a weight by Σ_r s_r A_r ⊗ B_r, and to initialize the factors.
 
     Give one of the two shapes. The other follows from the shape of the weight.
@@ -56,6 +99,7 @@ class KroneckerConfig(CheckedConfig):
     rank: Whole = 1
     scales: bool = False
     init: Init = "sequential"
+    fits_mlps: ClassVar[bool] = True
     keep: Annotated[Literal["even", "odd", "energy"] | tuple[int, int], Range(least=0)] = "even"
     rounds: Whole = 10
     epochs: Annotated[int, Range(least=0)] = 3
@@ -92,6 +136,10 @@ class KroneckerConfig(CheckedConfig):
             )
         return a, b
 
+    def check(self, out_features: int, in_features: int, *, operation: str) -> None:
+        """Raise a ValueError if the shapes and the rank do not fit a weight."""
+        self.shapes(out_features, in_features, operation=operation)
+
     def sizes(self) -> dict[str, Any]:
         """Return the sizes as keyword arguments of `KroneckerLinear`."""
         return {
@@ -120,7 +168,7 @@ class KroneckerConfig(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig(CheckedConfig):
+class LowRankConfig(Config):
     """Settings to replace a weight (O, I) by two thin matrices, (O, r) and (r, I).
 
     Args:
@@ -144,12 +192,18 @@ class LowRankConfig(CheckedConfig):
     keep: Annotated[float | None, Range(above=0, below=1)] = None
     rank: Annotated[int | None, Range(least=1)] = None
     init: LowRankInit = "sequential"
+    replaces_tables: ClassVar[bool] = True
+    fits_mlps: ClassVar[bool] = True
     epochs: Annotated[int, Range(least=0)] = 3
 
     def problems(self) -> Iterator[str]:
         """Yield a problem if both ``keep`` and ``rank`` are given."""
         if self.keep is not None and self.rank is not None:
             yield f"keep is {self.keep} and rank is {self.rank}, expected only one of them"
+
+    def check(self, out_features: int, in_features: int, *, operation: str) -> None:
+        """Raise a ValueError if the rank does not fit a weight."""
+        self.rank_of(out_features, in_features, operation=operation)
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes as keyword arguments of a low-rank layer's constructor."""
@@ -353,12 +407,6 @@ def _divisor(size: int) -> int:
     """Return the divisor of a size nearest to its square root, the smaller one on a tie."""
     root = size**0.5
     return min(_divisors(size), key=lambda d: abs(d - root))
-
-
-Config = KroneckerConfig | LowRankConfig
-"""A config for factors that replace a weight."""
-
-STRUCTURES: dict[str, type[Config]] = {"kronecker": KroneckerConfig, "low_rank": LowRankConfig}
 
 
 def structure_of(config: Config) -> str:

@@ -252,7 +252,7 @@ def merge_models(
         return _merge_calibrated(
             # pyrefly: ignore[bad-argument-type]: _check_calibrated rejects recipes
             models,
-            method or CALIBRATED[0],
+            method or "regmean",
             calibration,
             Path(out),
             parameters,

@@ -53,7 +53,7 @@ def run_without(packages, *merges, **environment):
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("kernels")
     for number, dtype in enumerate(
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
+        (*[torch.bfloat16] * 3, torch.float32, torch.float16, *[torch.bfloat16] * 4)
     ):
         generator = torch.Generator().manual_seed(number)
         state = {
@@ -61,14 +61,14 @@ def folders(tmp_path_factory):
         }
         (root / str(number)).mkdir()
         save_file(state, root / str(number) / "model.safetensors")
-    return [root / str(number) for number in range(5)]
+    return [root / str(number) for number in range(9)]
 
 
 def merges_of_every_kernel(folders, out):
     """One call a method, of two or one models with a base or three models without, in several
     dtypes."""
     for number, (name, case) in enumerate(KERNEL_CASES.items()):
-        models = [str(folders[(i + number) % 4 + 1]) for i in range(case.models)]
+        models = [str(folders[(i + number) % 8 + 1]) for i in range(case.models)]
         base = {"base_model": str(folders[0])} if case.base else {}
         yield {
             "models": models,
@@ -209,13 +209,15 @@ def test_a_cache_that_cannot_be_written_only_costs_time(folders, tmp_path):
     run_without("torch", {**merge, "out": tmp_path / "out"}, XDG_CACHE_HOME=str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("poison", "place"), [(float("nan"), 0), (float("nan"), -1), (float("inf"), 0)]
+)
 @pytest.mark.parametrize("impl", ["eager", "fused"])
 @pytest.mark.parametrize("method", KERNEL_CASES)
-def test_nan_and_infinity_never_reach_a_file(method, impl, poison, tmp_path):
+def test_nan_and_infinity_never_reach_a_file(method, impl, poison, place, tmp_path):
     case = KERNEL_CASES[method]
     states = [{"w": torch.randn(50)} for _ in range(case.models)]
-    states[0]["w"][7] = poison
+    states[place]["w"][7] = poison
     base = {"base_model": {"w": torch.randn(50)}} if case.base else {}
     settings = {**base, **case.parameters, "out": tmp_path / "out", "progress": False, "impl": impl}
     with pytest.raises(ValueError, match="NaN"):

@@ -82,25 +82,9 @@ def _decoder(kind: str, **own):
     return make
 
 
-ENCODERS = (
-    "bert",
-    "distilbert",
-    "roberta",
-    "xlm-roberta",
-    "electra",
-    "albert",
-    "modernbert",
-    "mpnet",
-    "deberta",
-)
-MAKERS = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "llama-tied": lambda **changes: _llama(**{"tie_word_embeddings": True} | changes),
+# loaded by AutoModel; `tests/heads/pairwise` tests each as a judge's backbone
+ENCODERS = {
     "bert": _bert,
-    "classifier": lambda **changes: transformers.BertForSequenceClassification(
-        transformers.BertConfig(**_BERT | {"num_labels": 3} | changes)
-    ),
     "distilbert": _encoder("DistilBert", dim=16, hidden_dim=24, n_layers=2, n_heads=2),
     "roberta": _encoder("Roberta"),
     "xlm-roberta": _encoder("XLMRoberta"),
@@ -119,6 +103,15 @@ MAKERS = {
     "mpnet": _encoder("MPNet"),
     "deberta": _encoder(
         "DebertaV2", relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"]
+    ),
+}
+MAKERS = {
+    **ENCODERS,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "llama-tied": lambda **changes: _llama(**{"tie_word_embeddings": True} | changes),
+    "classifier": lambda **changes: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**_BERT | {"num_labels": 3} | changes)
     ),
     "qwen2": _decoder("Qwen2"),
     "qwen3": _decoder("Qwen3"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import init
 from .._eager import build
-from ..config import KroneckerConfig, LowRankConfig
+from ..config import Config, KroneckerConfig, LowRankConfig
 from ..discovery.mlps import Mlp
 from ..layers.weights import start
 from ..moments import Moments
@@ -23,8 +23,7 @@ from .descent import descended
 from .mlp import Matrix, MlpWeights, Seen
 from .neurons import most_important
 
-Factored = KroneckerConfig | LowRankConfig
-Configs = Mapping[str, Factored]  # by the names of an MLP's layers
+Configs = Mapping[str, Config]  # by the names of an MLP's layers
 
 
 def fit_factors(
@@ -91,10 +90,11 @@ def _started(
     return replace(small, down=down, down_bias=bias)
 
 
-def _factors(config: Factored, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
+def _factors(config: Config, weight: Tensor, moments: Moments, *, sorted_neurons: bool) -> Matrix:
     """Return factors of a weight, fitted to the moments of its inputs and targets."""
     if isinstance(config, LowRankConfig):
         return init.low_rank(weight, config.rank_of(*weight.shape), moments)
+    assert isinstance(config, KroneckerConfig)  # those with `fits_mlps`
     b_shape = config.shapes(*weight.shape)[1]
     # pruning keeps the weights of the important neurons, which come first, unchanged
     if sorted_neurons and config.rank == 1 and b_shape[1] == 1:

@@ -15,13 +15,13 @@ from model_components._layers import is_conv1d
 from model_components._stages import Stage
 from model_components._walk import Batch
 
-from ..config import Config, KroneckerConfig, PruneConfig
+from ..config import Config, PruneConfig
 from ..discovery.finding import prefixed, put, set_parameters_, submodules
 from ..discovery.mlps import Mlp
 from ..init import Factors
 from ..layers import empty_layer
 from ..layers.experts import is_experts
-from ..layers.linear import KroneckerLinear, LowRankLinear
+from ..layers.linear import LINEAR
 from ..layers.weights import dense
 from ..moments import Moments
 from .block import Block, blocks_with
@@ -206,12 +206,7 @@ def _fitted_alone(
     moments = Moments.zeros(*dense(module).shape, device=said[0].device)
     for x, y in zip(inputs, said, strict=True):
         moments.add(x, y)
-    if isinstance(config, KroneckerConfig):
-        kind = KroneckerLinear
-    else:
-        kind = LowRankLinear
-    # pyrefly: ignore[bad-argument-type]: the kind matches the config
-    layer = kind.from_config(module, config, moments)
+    layer = LINEAR[type(config)].from_config(module, config, moments)
     seen = moments.centered() if layer.bias is not None else moments
     tensors = prefixed(part.name, layer.state_dict().items())
     notes = ("few",) if moments.is_of_few_tokens() else ()

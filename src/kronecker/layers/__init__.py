@@ -2,18 +2,17 @@
 
 from torch import nn
 
-from ..config import KroneckerConfig, LowRankConfig
+from ..config import Config, LowRankConfig
 from .embedding import LowRankEmbedding
-from .linear import KroneckerLinear, LowRankLinear
+from .linear import LINEAR
 
 
-def empty_layer(module: nn.Module, config: KroneckerConfig | LowRankConfig) -> nn.Module:
+def empty_layer(module: nn.Module, config: Config) -> nn.Module:
     """Return the smaller layer, with uninitialized factors, that replaces a stock layer.
 
     A linear layer's bias is copied.
     """
-    if isinstance(config, KroneckerConfig):
-        return KroneckerLinear.like(module, config)
     if isinstance(module, nn.Embedding):
+        assert isinstance(config, LowRankConfig)
         return LowRankEmbedding.like(module, config)
-    return LowRankLinear.like(module, config)
+    return LINEAR[type(config)].like(module, config)

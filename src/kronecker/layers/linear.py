@@ -5,8 +5,8 @@ Letters: as in `weights`. For low rank, A is (r, I) and B is (O, r).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from model_components._layers import is_conv1d
 
 from .. import init
 from ..config import (
+    STRUCTURES,
+    Config,
     Init,
     KroneckerConfig,
     LowRankConfig,
@@ -57,7 +59,7 @@ class SmallerLinear(SmallerWeight):
         self.reset_parameters()
 
     @classmethod
-    def like(cls, linear: nn.Module, config: KroneckerConfig | LowRankConfig) -> Self:
+    def like(cls, linear: nn.Module, config: Config) -> Self:
         """Return a layer with uninitialized factors that can replace a dense layer.
 
         Sizes, dtype, device, bias and training mode are taken from the dense layer.
@@ -103,6 +105,11 @@ class SmallerLinear(SmallerWeight):
             linear.bias = nn.Parameter(self.bias.detach().clone())
         return linear.train(self.training)
 
+    @classmethod
+    def from_config(cls, linear: nn.Module, config: Any, moments: Moments | None = None) -> Self:
+        """Return a smaller layer, initialized from moments by the method that the config names."""
+        raise NotImplementedError  # each structure has its own
+
     def product(self, x: Tensor) -> Tensor:
         """Compute the output (*B, out_features) of x (*B, in_features) from the factors."""
         raise NotImplementedError  # each structure has its own
@@ -117,7 +124,7 @@ class SmallerLinear(SmallerWeight):
         return f"{self.in_features} to {self.out_features}, {super().extra_repr()}{bias}"
 
 
-def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
+def checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
     """Check that from_linear's ``init`` matches ``inputs``, and return its name in a config."""
     # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
@@ -131,7 +138,7 @@ def _checked_init(operation: str, init: str, known: Sequence[str], inputs: Tenso
     return "sequential" if init == "fitted" else init
 
 
-def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
+def sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
     """Return the sizes (O, I) of a linear layer; raise a ValueError for any other layer."""
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not is_linear(linear):
@@ -140,7 +147,7 @@ def _sizes_of(linear: nn.Module, operation: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
+def moments_of(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
     """Return the moments of a layer's inputs (*B, I) and outputs, or None without inputs."""
     if inputs is None:
         return None
@@ -154,6 +161,23 @@ def _moments(linear: nn.Module, inputs: Tensor | None) -> Moments | None:
     return Moments.of(flat, dense(linear), bias_of(linear))
 
 
+Layer = TypeVar("Layer", bound=SmallerLinear)
+LINEAR: dict[type[Config], type[SmallerLinear]] = {}
+"""The linear layer of each structure, by the class of its config."""
+
+
+def structure(name: str, config: type[Config]) -> Callable[[type[Layer]], type[Layer]]:
+    """Register a layer and its config under the name that checkpoints store."""
+
+    def put(layer: type[Layer]) -> type[Layer]:
+        STRUCTURES[name] = config
+        LINEAR[config] = layer
+        return layer
+
+    return put
+
+
+@structure("kronecker", KroneckerConfig)
 class KroneckerLinear(SmallerLinear, KroneckerLayer):
     """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
 
@@ -249,15 +273,15 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         """
         check_choice(cls.__name__, "impl", impl, IMPLS)
         config = kronecker_sizes(
-            *_sizes_of(linear, f"{cls.__name__}.from_linear"),
+            *sizes_of(linear, f"{cls.__name__}.from_linear"),
             rank=rank,
             a_shape=a_shape,
             b_shape=b_shape,
             scales=scales,
             keep=keep,
-            init=_checked_init(cls.__name__, init, get_args(Init), inputs),
+            init=checked_init(cls.__name__, init, get_args(Init), inputs),
         )
-        layer = cls.from_config(linear, config, _moments(linear, inputs))
+        layer = cls.from_config(linear, config, moments_of(linear, inputs))
         layer.impl = impl
         return layer
 
@@ -286,6 +310,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         return kron_linear(x, self.a, self.b, self.bias, self.scales, impl=self.impl)
 
 
+@structure("low_rank", LowRankConfig)
 class LowRankLinear(SmallerLinear, LowRankLayer):
     """A linear layer ``x @ A.T @ B.T + bias`` with thin matrices A and B.
 
@@ -346,11 +371,11 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
         >>> LowRankLinear.from_linear(nn.Linear(4, 6), rank=2)
         LowRankLinear(4 to 6, rank 2, 83.3% of the dense weight)
         """
-        _sizes_of(linear, f"{cls.__name__}.from_linear")
+        sizes_of(linear, f"{cls.__name__}.from_linear")
         config = low_rank_sizes(
-            rank, init=_checked_init(cls.__name__, init, get_args(LowRankInit), inputs)
+            rank, init=checked_init(cls.__name__, init, get_args(LowRankInit), inputs)
         )
-        return cls.from_config(linear, config, _moments(linear, inputs))
+        return cls.from_config(linear, config, moments_of(linear, inputs))
 
     @classmethod
     def from_config(

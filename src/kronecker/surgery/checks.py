@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from ..config import Config, KroneckerConfig
+from ..config import Config
 from ..discovery.finding import COMPRESSED
 from ..layers.weights import dense, is_linear
 
@@ -74,12 +74,9 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
     """Raise a ValueError if a layer cannot be converted with its config."""
-    if isinstance(config, KroneckerConfig) and (tied or not is_linear(module)):
+    if not config.replaces_tables and (tied or not is_linear(module)):
         raise ValueError(
             f"convert_: expected LowRankConfig for {name}, which is tied or an embedding table, "
-            "got KroneckerConfig"
+            f"got {type(config).__name__}"
         )
-    if isinstance(config, KroneckerConfig):
-        config.shapes(*dense(module).shape, operation=f"convert_: {name}")
-    else:
-        config.rank_of(*dense(module).shape, operation=f"convert_: {name}")
+    config.check(*dense(module).shape, operation=f"convert_: {name}")

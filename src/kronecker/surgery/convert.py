@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -15,8 +16,7 @@ from tqdm.auto import tqdm
 from model_components._modes import evaluating
 from model_components._walk import Batch
 
-from .._eager import build, scaled
-from ..config import Config, KroneckerConfig, LowRankConfig, structure_of
+from ..config import STRUCTURES, Config, LowRankConfig, structure_of
 from ..data.batches import batches, check_float64, check_model, tokens_seen
 from ..discovery.finding import (
     COMPRESSED,
@@ -36,7 +36,7 @@ from ..init import Factors, low_rank, relative_error
 from ..layers import empty_layer
 from ..layers.experts import is_experts
 from ..layers.linear import SmallerLinear
-from ..layers.weights import KroneckerLayer, LowRankLayer, dense, is_linear, start
+from ..layers.weights import LowRankLayer, dense, is_linear
 from ..storage.checkpoints import own_saving_, resized
 from .checks import check_config, check_layer, tied_modules
 from .reports import ConversionReport, LayerReport
@@ -88,6 +88,7 @@ def convert_(
             compressed, or weights are all zeros, not finite, quantized or on the meta device.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from kronecker import KroneckerConfig
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
     >>> report = convert_(model, KroneckerConfig(b_shape=(2, 1), init="van_loan"))
     >>> model.transformer.h[0].mlp.c_proj
@@ -162,11 +163,12 @@ def _check_convertible(model: nn.Module) -> None:
 
 def _check_types(config: object) -> None:
     """Raise a ValueError unless ``config`` is a config of factors, or a map to such configs."""
+    known = " or ".join(kind.__name__ for kind in STRUCTURES.values())
     for one in config.values() if isinstance(config, Mapping) else [config]:
         if not isinstance(one, Config):
             raise ValueError(
-                f"convert_: config is a {type(one).__name__}, expected a KroneckerConfig or a "
-                "LowRankConfig, or a map from patterns to them; to drop neurons, call prune_"
+                f"convert_: config is a {type(one).__name__}, expected a {known}, or a map from "
+                "patterns to them; to drop neurons, call prune_"
             )
 
 
@@ -296,7 +298,7 @@ def _parts(
         chosen = {name: left[name] for name in names if name in left}
         kinds = set(map(type, chosen.values()))
         # if the configs differ in type, the layers of the MLP are fitted one by one
-        if len(chosen) < len(names) or len(kinds) > 1:
+        if len(chosen) < len(names) or len(kinds) > 1 or not all(kind.fits_mlps for kind in kinds):
             continue
         parts.append(Part(mlp.down, mlp, chosen))
         for name in names:
@@ -333,27 +335,21 @@ def _convert_alone(
 
 
 @torch.no_grad()
-def _converted(
-    module: nn.Module, config: KroneckerConfig | LowRankConfig, use: TableUse | None
-) -> tuple[nn.Module, float]:
+def _converted(module: nn.Module, config: Config, use: TableUse | None) -> tuple[nn.Module, float]:
     """Return the smaller layer that replaces a single layer, and its relative error.
 
     The factors are computed from the weight and, for a fitted table, from how tokens use the table.
     """
     weight = dense(module)
     layer = empty_layer(module, config)
-    if isinstance(layer, KroneckerLayer):
-        layer.set_factors_(start(weight, layer.b_shape, layer.config, None))
-        # the error of the factors as they are stored, since half precision rounds them
-        return layer, relative_error(
-            weight, build(layer.a.double(), scaled(layer.b, layer.scales).double())
-        )
-    assert isinstance(layer, LowRankLayer)
-    if use is None:
-        a, b = low_rank(weight, len(layer.a))
-        error = relative_error(weight, b.double() @ a.double())
-    else:
+    if isinstance(layer, LowRankLayer) and use is not None:
         a, b, share = low_rank_table(weight, len(layer.a), use)
-        error = share**0.5
-    layer.set_factors_(Factors(a, b, error))
-    return layer, error
+        layer.set_factors_(Factors(a, b, share**0.5))
+        return layer, share**0.5
+    if isinstance(layer, SmallerLinear):
+        layer = type(layer).from_config(module, config)
+    else:
+        assert isinstance(layer, LowRankLayer)
+        layer.set_factors_(Factors(*low_rank(weight, len(layer.a)), 0.0))
+    # the error of the factors as they are stored, since half precision rounds them
+    return layer, relative_error(weight, copy.deepcopy(layer).double().dense_weight())

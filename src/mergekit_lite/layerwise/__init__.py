@@ -3,7 +3,7 @@
 Only one block of each model is in memory at a time.
 """
 
-from .closed_forms import InputStatistics, merge_by_inputs
+from ..methods.closed_forms import InputStatistics, merge_by_inputs
 from .config import CalibratedMerge
 from .merging import merged_source
 

@@ -15,8 +15,8 @@ from model_components._walk import Batch, Call, outputs_of, tokens
 
 from ..dtypes import to_torch
 from ..files import Source
+from ..methods.closed_forms import CALIBRATED, InputStatistics
 from .blocks import Skeleton, Weights, inputs_seen, linear_layers
-from .closed_forms import CLOSED_FORMS, InputStatistics
 from .config import CalibratedMerge
 from .states import run_fingerprint
 
@@ -45,7 +45,7 @@ class BlockMerge:
         self.merge = merge
         self.calls: list[list[list[Call]]] = []  # by model, block and batch
         self.hidden: list[list[Tensor]] = []
-        self.form = CLOSED_FORMS[merge.method]
+        self.form = CALIBRATED[merge.method]
         # unreduced Gram matrices are too close to singular for float32
         self.products = torch.float64 if merge.reduce == 1 else torch.float32
         # results that another type of device computed are not reused

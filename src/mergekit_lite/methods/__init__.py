@@ -1,12 +1,13 @@
 """Merge methods: pure, differentiable functions of tensors, and the table of their names."""
 
 from .averaging import linear, nearswap, passthrough, task_arithmetic
+from .closed_forms import CALIBRATED
 from .compiled import BY_ROWS, COMPILED, STRETCH, has_kernel
 from .dropping import dare_linear, dare_ties, della, della_linear
 from .fusion import arcee_fusion, ram, ramplus_tl
 from .noise import Noise
 from .parameters import Parameter, PerModel, Range
-from .registry import CALIBRATED, METHODS, MergeMethod, get_method, merge_method
+from .registry import METHODS, MergeMethod, get_method, merge_method
 from .spectral import iso_c, tsv
 from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
 from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties

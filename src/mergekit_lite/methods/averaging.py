@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._torch import Tensor
+from .compiled import compiled
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -52,6 +53,7 @@ def refuse_zero_sum(parameters: dict) -> None:
         )
 
 
+@compiled
 @merge_method("linear", elementwise=True, validate=refuse_zero_sum)
 def linear(
     tensors: list[Tensor], base: None, *, weight: PerModel, normalize: bool = True
@@ -74,6 +76,7 @@ def normalized(weights: Sequence[float], normalize: bool) -> list[float]:
     return [weight * scale for weight in weights]
 
 
+@compiled
 @merge_method("passthrough", inputs=(1, 1), elementwise=True)
 def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) -> Tensor:
     """Return the values of one model, unchanged or multiplied by ``scale``.
@@ -89,6 +92,7 @@ def passthrough(tensors: list[Tensor], base: None, *, scale: PerModel = None) ->
     return tensors[0] * scale[0]
 
 
+@compiled
 @merge_method("task_arithmetic", base="required", elementwise=True)
 def task_arithmetic(
     tensors: list[Tensor],

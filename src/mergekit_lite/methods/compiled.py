@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from .averaging import linear, passthrough, task_arithmetic
-from .dropping import dare_linear, dare_ties, della, della_linear
-from .fusion import arcee_fusion
 from .parameters import Bound
 from .registry import MergeMethod
-from .spherical import karcher, model_stock, multislerp, nuslerp, slerp
-from .trimming import breadcrumbs, breadcrumbs_ties, sce, ties
 
-BY_ROWS = (della, della_linear, arcee_fusion)
+COMPILED: list[MergeMethod] = []
+"""The methods with kernels; `compiled` adds to them."""
+
+BY_ROWS: list[MergeMethod] = []
 """Methods whose kernels need whole rows; other kernels work on any range of elements."""
 
-COMPILED = (
-    linear,
-    passthrough,
-    task_arithmetic,
-    slerp,
-    nuslerp,
-    multislerp,
-    karcher,
-    model_stock,
-    ties,
-    breadcrumbs,
-    breadcrumbs_ties,
-    sce,
-    dare_linear,
-    dare_ties,
-    *BY_ROWS,
-)
+
+def compiled(method: MergeMethod) -> MergeMethod:
+    """Mark a method that has a program in `engine.programs`."""
+    COMPILED.append(method)
+    return method
+
+
+def compiled_by_rows(method: MergeMethod) -> MergeMethod:
+    """Mark a method whose program needs whole rows."""
+    BY_ROWS.append(method)
+    return compiled(method)
+
+
 STRETCH = 1 << 18
 """The number of elements of each input that a thread holds at a time.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normalizer, rows_of, weighted_sum
+from .compiled import compiled, compiled_by_rows
 from .noise import Noise
 from .parameters import Bound, PerModel, Range
 from .registry import merge_method
@@ -37,6 +38,7 @@ def _dropped(
 _DARE: dict[str, Any] = {"base": "required", "ranges": {"density": UNIT}}
 
 
+@compiled
 @merge_method("dare_linear", **_DARE)
 def dare_linear(
     tensors: list[Tensor],
@@ -63,6 +65,7 @@ def dare_linear(
     return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))
 
 
+@compiled
 @merge_method("dare_ties", **_DARE)
 def dare_ties(
     tensors: list[Tensor],
@@ -146,6 +149,7 @@ _DELLA: dict[str, Any] = {
 }
 
 
+@compiled_by_rows
 @merge_method("della", **_DELLA)
 def della(
     tensors: list[Tensor],
@@ -172,6 +176,7 @@ def della(
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
+@compiled_by_rows
 @merge_method("della_linear", **_DELLA)
 def della_linear(
     tensors: list[Tensor],

@@ -10,6 +10,7 @@ import numpy as np
 from .._torch import Tensor, torch
 from ..dtypes import Array, numbers
 from .averaging import deltas, rows_of, sum_of_products
+from .compiled import compiled_by_rows
 from .parameters import Range
 from .registry import merge_method
 from .trimming import order_statistics
@@ -74,6 +75,7 @@ def quartile_places(size: int) -> list[int]:
     return [int(share * (size - 1)) for share in (0.25, 0.5, 0.75)]
 
 
+@compiled_by_rows
 @merge_method("arcee_fusion", base="required", inputs=(1, 1))
 def arcee_fusion(tensors: list[Tensor], base: Tensor) -> Tensor:
     """Use the model's value where the change is important, and the base's value elsewhere.

@@ -25,6 +25,7 @@ from typing import Any
 from model_components._checks import check_choice
 
 from .._torch import Tensor, torch
+from .closed_forms import CALIBRATED
 from .noise import Noise
 from .parameters import Bound, Parameter, PerModel, Range, Value, value_type
 
@@ -238,9 +239,6 @@ class MergeMethod:
 
 METHODS: dict[str, MergeMethod] = {}
 """The merge methods without calibration data, by name; `merge_method` adds to them."""
-
-CALIBRATED = ("regmean", "regmean++")
-"""The methods that need calibration data of each model; see `mergekit_lite.layerwise`."""
 
 
 def merge_method(

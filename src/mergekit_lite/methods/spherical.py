@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from .._torch import Tensor, torch
 from . import coefficients
 from .averaging import deltas, refuse_zero_sum, rows_of, weighted_sum
+from .compiled import compiled
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -55,6 +56,7 @@ def combine(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     return weighted_sum(tensors, columns)
 
 
+@compiled
 @merge_method("slerp", base="required", inputs=(1, 1), ranges={"t": Range(0, 1)})
 def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     """Interpolate on the sphere from the base (t=0) to the model (t=1).
@@ -70,6 +72,7 @@ def slerp(tensors: list[Tensor], base: Tensor, *, t: float) -> Tensor:
     return combine(pair, coefficients.slerp(gram(pair), t, torch))
 
 
+@compiled
 @merge_method("nuslerp", base="optional", inputs=(2, 2))
 def nuslerp(
     tensors: list[Tensor],
@@ -112,6 +115,7 @@ def _multislerp_weights(parameters: Mapping[str, object]) -> None:
     refuse_zero_sum({"weight": parameters["weight"], "normalize": parameters["normalize_weights"]})
 
 
+@compiled
 @merge_method(
     "multislerp",
     base="optional",
@@ -145,6 +149,7 @@ def multislerp(
     return merged if base is None else base + merged
 
 
+@compiled
 @merge_method("karcher", ranges={"max_iter": Range(0), "tol": Range(0)})
 def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
     """Return the Riemannian (Karcher) mean of the models' directions, at their mean length.
@@ -162,6 +167,7 @@ def karcher(tensors: list[Tensor], base: None, *, max_iter: int = 10, tol: float
     return combine(tensors, coefficients.karcher(gram(tensors), max_iter, tol, torch))
 
 
+@compiled
 @merge_method("model_stock", base="required", inputs=(2, None))
 def model_stock(tensors: list[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:
     """Return t mean(W) + (1 - t) B, with t = K cos / (1 + (K - 1) cos).

@@ -15,6 +15,7 @@ import numpy as np
 
 from .._torch import Tensor, torch
 from .averaging import deltas, normalizer, sum_of_products, weighted_sum
+from .compiled import compiled
 from .parameters import PerModel, Range
 from .registry import merge_method
 
@@ -119,6 +120,7 @@ def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
     return outer, outer - kept
 
 
+@compiled
 @merge_method("ties", base="required", ranges={"density": UNIT})
 def ties(
     tensors: list[Tensor],
@@ -180,6 +182,7 @@ _CRUMBS: dict[str, Any] = {
 }
 
 
+@compiled
 @merge_method("breadcrumbs", **_CRUMBS)
 def breadcrumbs(
     tensors: list[Tensor],
@@ -206,6 +209,7 @@ def breadcrumbs(
     return base + weighted_sum(remaining, weight) * (lambda_ / normalizer(weight, normalize))
 
 
+@compiled
 @merge_method("breadcrumbs_ties", **_CRUMBS)
 def breadcrumbs_ties(
     tensors: list[Tensor],
@@ -230,6 +234,7 @@ def breadcrumbs_ties(
     return base + lambda_ * consensus_mean(remaining, weight, normalize)
 
 
+@compiled
 @merge_method("sce", base="required", ranges={"select_topk": Range(0, 1)})
 def sce(tensors: list[Tensor], base: Tensor, *, select_topk: float = 1.0) -> Tensor:
     """Select positions by variance, weight models by energy, and erase minority signs.

@@ -1,4 +1,4 @@
-"""Tasks on sequences of uniform symbols: copy, reverse, flip, roll, sort, prefix sums."""
+"""Tasks on sequences of uniformly drawn symbols."""
 
 from __future__ import annotations
 

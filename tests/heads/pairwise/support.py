@@ -1,15 +1,15 @@
 """A tokenizer and pairs for tests, with what tiny encoders need."""
 
 import torch
-from tests.support.models import tiny
+from tests.support.models import ENCODERS, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from heads.pairwise import PairwiseModel
 
-PACKED = ("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert")
 DECODERS = ("llama", "mistral", "qwen3", "gpt2")
-PADDED = ("mpnet", "deberta")
+PADDED = ("mpnet", "deberta")  # whose attention or positions `check_packing` rejects
+PACKED = tuple(kind for kind in ENCODERS if kind not in PADDED)
 WORDS = ["<pad>", "<cls>", "<sep>", "<unk>", *(f"w{i}" for i in range(90))]
 
 

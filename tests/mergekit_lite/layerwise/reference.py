@@ -33,3 +33,7 @@ def regmean(
         left = left + w.double() @ gram
         right = right + gram
     return torch.linalg.solve(torch.as_tensor(right), torch.as_tensor(left), left=False)
+
+
+DEFINITIONS = {"regmean": regmean, "regmean++": regmean}
+"""The definition of each data-driven method."""

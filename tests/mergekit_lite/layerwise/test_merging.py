@@ -17,7 +17,6 @@ from mergekit_lite.__main__ import main
 from mergekit_lite.computing import readable_tokens
 from mergekit_lite.layerwise import CalibratedMerge, InputStatistics, merge_by_inputs
 from mergekit_lite.layerwise.blocks import linear_layers
-from mergekit_lite.layerwise.closed_forms import CLOSED_FORMS
 from mergekit_lite.methods import CALIBRATED
 from tests.mergekit_lite.layerwise import reference
 from tests.support import equivalence
@@ -115,7 +114,7 @@ def dense(paths, kind, data, method, reduce=0.9):
     ]
     heads = [m.get_output_embeddings() for m in (merged, *models)]
 
-    if method == "regmean++":  # data meet the merged embeddings and norms
+    if CALIBRATED[method].merged_inputs:  # data meet the merged embeddings and norms
         own = dict(merged.named_parameters())
         for model in models:
             for name, parameter in model.named_parameters():
@@ -139,14 +138,14 @@ def dense(paths, kind, data, method, reduce=0.9):
     def solve(own, theirs, seen):
         turned = type(own).__name__ == "Conv1D"
         weights = [t.weight.T if turned else t.weight for t in theirs]
-        found = reference.regmean(weights, seen, reduce=reduce)
+        found = reference.DEFINITIONS[method](weights, seen, reduce=reduce)
         own.weight.data.copy_(found.T if turned else found)
 
     for number in range(len(blocks[0])):
         runs, start = [], [b[number] for b in blocks[1:]]
         for k, model in enumerate(models):
             # this block of the model, on what the merged blocks before it give
-            if method == "regmean++":
+            if CALIBRATED[method].merged_inputs:
                 kept = [blocks[k + 1][i] for i in range(number)]
                 for i in range(number):
                     blocks[k + 1][i] = blocks[0][i]
@@ -159,7 +158,7 @@ def dense(paths, kind, data, method, reduce=0.9):
                 runs.append({n: inputs(model, layer, data[k]) for n, layer in own.items()})
         for name, layer in linear_layers(blocks[0][number]).items():
             solve(layer, [linear_layers(s)[name] for s in start], [r[name] for r in runs])
-    if method == "regmean++":
+    if CALIBRATED[method].merged_inputs:
         for own in blocks[1:]:
             for i in range(len(own)):
                 own[i] = blocks[0][i]
@@ -187,11 +186,11 @@ def test_rows_are_cut_to_the_positions_of_a_model(kind, readable):
     assert readable_tokens(config, 100) == 100
 
 
-def test_every_data_driven_method_is_here():
-    assert set(CLOSED_FORMS) == set(CALIBRATED)
+def test_every_data_driven_method_has_a_definition():
+    assert set(reference.DEFINITIONS) == set(CALIBRATED)
 
 
-@pytest.mark.parametrize("method", CLOSED_FORMS)
+@pytest.mark.parametrize("method", CALIBRATED)
 @pytest.mark.parametrize("kind", ["llama-tied", "llama", "gpt2", "gemma3", "qwen2", "bloom"])
 def test_block_by_block_is_the_dense_merge(kind, method, tmp_path, monkeypatch):
     paths = pair(kind, tmp_path)

@@ -387,6 +387,8 @@ def test_constraints_hold_and_let_gradients_through(constraint):
     raw = (3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(0))).requires_grad_()
     masks = constrain(raw, constraint)
     assert CONSTRAINTS[constraint](masks)
+    for far in (torch.full((3, 5), -1e3), torch.full((3, 5), 1e3)):
+        assert constrain(far, constraint).isfinite().all()
     torch.testing.assert_close(constrain(unconstrain(masks, constraint), constraint), masks)
     inner = (
         torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

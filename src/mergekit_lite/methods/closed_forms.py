@@ -1,4 +1,4 @@
-"""Solve for the merged weight of a linear layer, given sums over the layer's inputs.
+"""Compute the merged weight of a linear layer from sums over its inputs, with one solve.
 
 Products are computed in float32, or in float64 if ``reduce`` is 1. Sums and the solution are
 computed in float64. Everything runs on the device of the inputs.
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from .._torch import Tensor, torch
 
 # relative to the mean diagonal element; for features that are always 0, it makes the merged weights
 # the averages of the models' weights
@@ -27,11 +26,11 @@ class InputStatistics:
 
     Args:
         in_features: The number of input features, I.
-        products: The dtype of the products.
+        products: The dtype of the products; default: float32.
     """
 
-    def __init__(self, in_features: int, products: torch.dtype = torch.float32):
-        self.products = products
+    def __init__(self, in_features: int, products: torch.dtype | None = None):
+        self.products = products or torch.float32
         self.total = torch.zeros((in_features, in_features), dtype=torch.float64)
         self.count = 0
 
@@ -93,8 +92,8 @@ class ClosedForm(NamedTuple):
     merged_inputs: bool = False
 
 
-CLOSED_FORMS = {
+CALIBRATED = {
     "regmean": ClosedForm(merge_by_inputs),
     "regmean++": ClosedForm(merge_by_inputs, merged_inputs=True),
 }
-"""The calibrated methods by name, which `mergekit_lite.methods.CALIBRATED` lists, too."""
+"""The methods that need calibration data of each model, by name; see `mergekit_lite.layerwise`."""

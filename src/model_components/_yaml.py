@@ -12,7 +12,7 @@ _MOST_VALUES = 100_000
 
 
 class Loader(yaml.SafeLoader):
-    """A safe loader that rejects repeated keys and documents that aliases make huge."""
+    """A safe loader that rejects repeated keys, and aliases that expand to huge documents."""
 
     def compose_document(self) -> yaml.Node | None:
         """Return a document's node after checking its size."""

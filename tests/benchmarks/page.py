@@ -71,8 +71,9 @@ TABLES = {
         ("nn.Linear", ""),
         "cpu",
         "CPU seconds of one thread; variants run alternately in one process. `ratio` is "
-        "relative to a dense `nn.Linear`. One token goes through twelve layers with separate "
-        "weights, as in decoding. The file's `saved` is the memory that autograd keeps in addition "
+        "relative to a dense `nn.Linear`. For a single token, twelve layers with separate "
+        "weights are timed, as in decoding. "
+        "The file's `saved` is the memory that autograd keeps in addition "
         "to the parameters, including x. tensorly-torch is its factorized block tensor train, "
         "which is the same sum of Kronecker products.",
     ),
@@ -106,10 +107,11 @@ TABLES = {
         "thinker",
         ("nn.TransformerDecoderLayer", ""),
         "cpu",
-        "CPU seconds of one thread; variants run alternately in one process. `think` is eight "
-        "steps and one read-out of the answer, with the same widths and the same read-out; "
-        "`ratio` is relative to torch's decoder layer as the shared block. perceiver-pytorch "
-        "is its weight-tied Perceiver, which outputs a mean. The file's `saved` is the memory that "
+        "CPU seconds of one thread; variants run alternately in one process. In `think`, every "
+        "variant takes eight steps and reads out one answer, with the same widths and the same "
+        "read-out; `ratio` is relative to a model whose shared block is torch's decoder layer. "
+        "From perceiver-pytorch, the weight-tied Perceiver was timed, which outputs a mean. "
+        "The file's `saved` is the memory that "
         "autograd keeps in addition to the parameters. `gradients` is 32 steps of 128 x 100 "
         "tokens.",
     ),

@@ -1001,7 +1001,7 @@ def test_pickled_shards_are_those_of_the_index(tmp_path):
     with pytest.raises(PlanError, match=r"expected .*index.json, got only"):
         merge()
     index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
-    with pytest.raises(PlanError, match=f"names {second.name}, which does not exist"):
+    with pytest.raises(PlanError, match=f"lists {second.name}, which does not exist"):
         merge()
     torch.save({"c": torch.ones(2)}, second)
     with pytest.raises(PlanError, match=f"{second.name}: expected b, which the index lists"):

@@ -240,7 +240,7 @@ def read_index(index: Path) -> dict[str, set[str]]:
         by_file.setdefault(file_name, set()).add(name)
     for file_name in by_file:
         if not (index.parent / file_name).is_file():
-            raise CheckpointError(f"{index}: names {file_name}, which does not exist")
+            raise CheckpointError(f"{index}: lists {file_name}, which does not exist")
     return by_file
 
 

@@ -163,7 +163,7 @@ class Skeleton:
             if known in source.tensors:
                 return known
         raise CheckpointError(
-            f"{source.label}: has no tensor {name}, which its config.json requires"
+            f"{source.label}: tensor {name} is missing, but config.json requires it"
         )
 
     def parameter(self, weights: Weights, name: str) -> nn.Parameter:

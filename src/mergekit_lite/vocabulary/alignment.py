@@ -277,7 +277,10 @@ def plan_vocabulary(
 def _source_of_tokens(
     sources: Sequence[Source], spec: TokenizerSpec, donor: int, index: Mapping[str | int, int]
 ) -> tuple[Path | None, dict[str, int], int]:
-    """Return the folder and tokens of the output's tokenizer, and its model's number of rows."""
+    """Return the output tokenizer's folder and tokens, and its model's number of embedding rows.
+
+    The number is 0 if the tokenizer belongs to none of the models.
+    """
     if spec.source in ("union", "base"):
         place: int | None = donor
     else:

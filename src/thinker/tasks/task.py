@@ -245,7 +245,10 @@ def check_sample(task: Task, name: str, generator: torch.Generator, length: int)
 
 
 def _check_ids(what: str, ids: Tensor, limit: str, high: int) -> None:
-    """Check that ids are int64 and below ``high``, the task's ``limit``; there may be none."""
+    """Check that ids are int64, at least 0 and below ``high``, the task's ``limit``.
+
+    An empty int64 tensor is accepted.
+    """
     if ids.dtype == torch.int64 and not ids.numel():
         return
     if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < high:

@@ -69,7 +69,7 @@ class TuneReport(Report):
 
     @cached_property
     def curves(self) -> TuningReport:
-        """The report on the curves of the losses, with the verdict."""
+        """The report on the loss curves, with the verdict."""
         return tuning_report(self.log)
 
     @property

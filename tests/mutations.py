@@ -311,15 +311,16 @@ def write_table(found: dict[str, Any]) -> None:
     unseen = [row for row in rows if not row["noticed"]]
     later = sum("again" in row for row in rows if row["noticed"])
     since = (
-        f", and {later} more since tests were written for them ({found['again']})" if later else ""
+        f", and {later} more after tests were written for them ({found['again']})" if later else ""
     )
     lines = [
-        f"{len(rows)} errors at drawn places: {len(rows) - len(unseen) - later} noticed "
-        f"({found['date']} at {found['commit']}){since}; {len(unseen)} not.",
+        f"Of {len(rows)} errors at random places, the tests noticed "
+        f"{len(rows) - len(unseen) - later} ({found['date']} at {found['commit']}){since}; "
+        f"{len(unseen)} were not noticed.",
         "",
     ]
     if unseen:
-        lines += ["| not noticed | change | what of it |", "|---|---|---|"]
+        lines += ["| not noticed | change | why it is harmless |", "|---|---|---|"]
     for row in unseen:
         old, new = (" ".join(row[key].split()).replace("|", "\\|") for key in ("old", "new"))
         told = HARMLESS.get(row["changed"], "")

@@ -284,21 +284,18 @@ def steady(folder: Path, merges: int) -> dict[str, Any]:
 
 def write_table(found: dict[str, Any]) -> None:
     """The page's summary."""
-    lines = ["| job | ended whole | stopped on the way |", "|---|---|---|"]
+    lines = ["| job | completed results | interruptions |", "|---|---|---|"]
     lines += [f"| {job} | {row['done']} | {row['stopped']} |" for job, row in found["jobs"].items()]
     steady, cleared = found["steady"], sum(row["cleared"] for row in found["jobs"].values())
-    beside = (
-        f" but for {cleared} hidden folders without a result, which the next run cleared"
-        if cleared
-        else ""
-    )
+    beside = f" except {cleared} without a result, which the next run removed" if cleared else ""
     memory, files = [f"{size / 1e6:.0f} MB" for size in steady["bytes"]], steady["files"]
     lines += [
         "",
-        f"{found['minutes']:.0f} minutes; each result is an undisturbed run's, to the bit, and "
-        f"nothing was left beside it{beside}. One process that merged {steady['merges']} times "
-        f"held {memory[0]} and {files[0]} open files after a quarter of them, {memory[1]} and "
-        f"{files[1]} at the end. {found['hardware']}; {found['date']} at {found['commit']}.",
+        f"{found['minutes']:.0f} minutes. Each result is identical, bit for bit, to the result of "
+        f"an undisturbed run, and no hidden folders were left{beside}. One process that merged "
+        f"{steady['merges']} times had {memory[0]} of memory and {files[0]} open files after a "
+        f"quarter of the merges, and {memory[1]} and {files[1]} open files at the end. "
+        f"{found['hardware']}; {found['date']} at {found['commit']}.",
     ]
     put(PAGE, lines, "soak")
 

@@ -19,26 +19,34 @@ Shape = Annotated[tuple[int, int] | None, Range(least=1)]
 _LIGHT = 0.8
 
 
+STRUCTURES: dict[str, type[Config]] = {}
+"""The config of each structure, by the structure's name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(CheckedConfig):
     """The base class of configs of smaller weights.
 
-    A subclass is a dataclass with sizes and ``init``, of which ``"sequential"`` is fitted to data.
+    A subclass is a dataclass with fields for sizes. It names its structure as in
+    ``class LowRankConfig(Config, structure="low_rank")``; checkpoints store this name.
+
+    Args:
+        init: How the weight is initialized; ``"sequential"`` means fitted to data.
     """
 
-    # whether the structure can replace embedding tables and tied layers
-    replaces_tables: ClassVar[bool] = False
+    init: str = "sequential"
+
     # whether `fit_factors` fits all matrices of an MLP together; if not, each is fitted alone
     fits_mlps: ClassVar[bool] = False
 
-    @property
-    def init(self) -> str:
-        """How factors are initialized; a field of each structure."""
-        raise NotImplementedError
+    def __init_subclass__(cls, *, structure: str | None = None, **named: Any):
+        super().__init_subclass__(**named)
+        if structure is not None:
+            STRUCTURES[structure] = cls
 
     @property
     def epochs(self) -> int:
-        """The epochs of gradient descent; a field of structures with `fits_mlps`."""
+        """The epochs of gradient descent; a field of configs with `fits_mlps`."""
         return 0
 
     def sizes(self) -> dict[str, Any]:
@@ -58,12 +66,8 @@ class Config(CheckedConfig):
         raise NotImplementedError
 
 
-STRUCTURES: dict[str, type[Config]] = {}
-"""The structures by name, which `layers.linear.structure` fills."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class KroneckerConfig(Config):
+class KroneckerConfig(Config, structure="kronecker"):
     """Settings to replace a weight by Σ_r s_r A_r ⊗ B_r, and to initialize the factors.
 
     Give one of the two shapes. The other follows from the shape of the weight.
@@ -168,7 +172,7 @@ class KroneckerConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankConfig(Config):
+class LowRankConfig(Config, structure="low_rank"):
     """Settings to replace a weight (O, I) by two thin matrices, (O, r) and (r, I).
 
     Args:
@@ -192,7 +196,6 @@ class LowRankConfig(Config):
     keep: Annotated[float | None, Range(above=0, below=1)] = None
     rank: Annotated[int | None, Range(least=1)] = None
     init: LowRankInit = "sequential"
-    replaces_tables: ClassVar[bool] = True
     fits_mlps: ClassVar[bool] = True
     epochs: Annotated[int, Range(least=0)] = 3
 

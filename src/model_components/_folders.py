@@ -24,7 +24,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,6 +48,15 @@ def names_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def run_hint(folder: str | os.PathLike[str], names: Sequence[str] = ("model", "adapter")) -> str:
+    """Return the question whether a folder inside was meant, if a run's folder was given."""
+    for name in names:
+        inner = Path(folder, name)
+        if inner.is_dir():
+            return f" (did you mean {inner}?)"
+    return ""
 
 
 def check_new(out: str | os.PathLike[str], operation: str) -> Path:

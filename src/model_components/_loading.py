@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ._folders import run_hint
 from ._formats import reading
 from ._hub import find_folder, is_path
 
@@ -31,6 +32,8 @@ def read_config(place: str | Path, operation: str, **options: Any) -> PreTrained
     """
     with reading(f"config.json of {place}", operation):
         file = Path(place, "config.json")
+        if not file.is_file() and (hint := run_hint(place)):
+            raise ValueError(f"{operation}: expected config.json in {place}, got none{hint}")
         # a hub id has no local file; transformers downloads the config below
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, value in dict(values).items():
@@ -104,7 +107,10 @@ def _check_kind(cls: Any, folder: Path) -> None:
             found = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     if found != expected:
         what = f"model_type {found!r}" if file.is_file() else "no config.json"
-        raise ValueError(f"from_pretrained: expected model_type {expected!r} in {file}, got {what}")
+        raise ValueError(
+            f"from_pretrained: expected model_type {expected!r} in {file}, got {what}"
+            f"{run_hint(file.parent)}"
+        )
 
 
 def _stored_as_integers(model: PreTrainedModel, place: object, subfolder: str) -> list[str]:

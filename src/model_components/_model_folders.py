@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ._folders import make_folder, new_file
+from ._folders import make_folder, new_file, run_hint
 from ._hub import find_folder, hub_id, is_cached, is_path, user_path
 from ._yaml import read_yaml
 
@@ -273,6 +273,7 @@ def push_to_hub(
     if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ValueError(
             f"push_to_hub: expected a folder with config.json or adapter_config.json, got {path}"
+            f"{run_hint(path)}"
         )
     for adapter in path.rglob("adapter_config.json"):  # peft has a subfolder for each adapter
         _check_base(adapter)

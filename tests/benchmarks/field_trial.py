@@ -124,8 +124,8 @@ def write_table() -> None:
     put(
         PAGE,
         [
-            f"{counts} training examples; CPU seconds on {told['hardware']}, beside other work; "
-            f"collected {told['date']} at {told['commit']}."
+            f"{counts} training examples; CPU seconds on {told['hardware']}, while other "
+            f"programs ran; collected {told['date']} at {told['commit']}."
         ],
         "about",
     )

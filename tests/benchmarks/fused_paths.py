@@ -307,7 +307,7 @@ def section() -> list[str]:
         "the larger of (1) the fewest operations that the result needs, divided by the rate of a "
         "large matrix product, and (2) the fewest bytes that must be moved, divided by the rate "
         "of a large copy. Both rates are measured in the same process. "
-        '"library" is the dense layer for masks (trained) and '
+        '"library" is a trainable `nn.Linear` for masks and '
         'Kronecker factors, and peft for LoRA. "plain" is the formula in torch; "eager" and '
         '"fused" are the paths of this library. For `LatentThinker`, "plain" and "fused" are '
         "the same model with torch's plain and fused attention. On the GPU, times below about "

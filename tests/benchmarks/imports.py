@@ -98,9 +98,9 @@ def write_table(measured: dict[str, Any]) -> None:
     """Write the table into the page."""
     base = measured["rows"][0]
     lines = [
-        f"CPU seconds of a whole process and its peak memory, medians of {measured['runs']} runs, "
-        f"run in alternation; {measured['hardware']}; {measured['versions']}; {measured['date']} at "
-        f"{measured['commit']}. A command's figures are of its `--help`.",
+        f"CPU seconds and peak memory of whole processes, medians of {measured['runs']} runs "
+        f"that alternate; {measured['hardware']}; {measured['versions']}; {measured['date']} at "
+        f"{measured['commit']}. Commands were run with `--help`.",
         "",
         "| process | CPU s | least to most | against `import torch` | MB |",
         "|---|---|---|---|---|",

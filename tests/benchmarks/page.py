@@ -34,26 +34,26 @@ TABLES = {
         "CPU seconds of whole processes, including imports and hashes. Variants run "
         "alternately, each in a new process. `ratio` is relative to mergekit_lite with one "
         'thread. "cold" is the first merge on a machine, which compiles kernels; "eager" runs '
-        "torch functions instead of kernels. The lower bound is the file copy and `import "
-        "numpy`. Spectral methods have no kernel; the dense script loads both models "
-        "completely and calls `torch.linalg.svd`.",
+        "torch functions instead of kernels. The lower bound is the time of the file copy and "
+        "of `import numpy`. Spectral methods have no kernel; they are compared with a dense "
+        "script, which loads both models completely and calls `torch.linalg.svd`.",
     ),
     "masked_linear": Table(
         "masked_linear",
         ("nn.Linear", ""),
         "wall",
         "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
-        "the time divided by that of a trainable `nn.Linear` of the same size, which is the "
+        "the time divided by the time of a trainable `nn.Linear` of the same size, which is the "
         "lower bound (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. "
-        "The file's `saved` is the memory that autograd keeps until the backward pass in addition "
-        "to parameters and inputs. Peaks were measured in separate processes.",
+        "The column `saved` of the file is the memory that autograd keeps until the backward pass "
+        "in addition to parameters and inputs. Peaks were measured in separate processes.",
     ),
     "masked_kl": Table(
         "masked_kl",
         ("plain", ""),
         "wall",
         "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
-        "the time divided by that of the straightforward code: full logits, `log_softmax`, "
+        "the time divided by the time of the straightforward code: full logits, `log_softmax`, "
         "`kl_div`. Peaks were measured in separate processes.",
     ),
     "mask_training_step": Table(
@@ -61,10 +61,12 @@ TABLES = {
         ("plain", ""),
         "wall",
         "Wall-clock seconds of a first step without warm-up, one run in a separate process. "
-        "Peaks are the memory that the step adds to the loaded models: two for masks, and one "
-        "for a fine-tune and for the other students of `learn_merge` (lora, all), which have "
-        'cached teachers. "plain" has every merged weight and whole logits in the graph. One '
-        "thread, while other programs ran: compare the peaks, not the times.",
+        "Peaks are the memory that the step adds to the loaded models. Two models are loaded for "
+        "masks, and one for a fine-tune and for the other students of `learn_merge` (lora, all), "
+        "whose teachers' hidden states are cached. "
+        '"plain" keeps every merged weight and the full logits in autograd\'s graph. '
+        "The steps ran on one thread while other programs ran, so compare the peaks, not the "
+        "times.",
     ),
     "kron_linear": Table(
         "kron_linear",
@@ -73,9 +75,9 @@ TABLES = {
         "CPU seconds of one thread; variants run alternately in one process. `ratio` is "
         "relative to a dense `nn.Linear`. For a single token, twelve layers with separate "
         "weights are timed, as in decoding. "
-        "The file's `saved` is the memory that autograd keeps in addition "
-        "to the parameters, including x. tensorly-torch is its factorized block tensor train, "
-        "which is the same sum of Kronecker products.",
+        "The column `saved` of the file is the memory that autograd keeps in addition to the "
+        "parameters, including x. From tensorly-torch, the factorized block tensor train was "
+        "timed, which is the same sum of Kronecker products.",
     ),
     "kron_model": Table(
         "GPT-2 124M, dense and compressed",
@@ -111,9 +113,8 @@ TABLES = {
         "variant takes eight steps and reads out one answer, with the same widths and the same "
         "read-out; `ratio` is relative to a model whose shared block is torch's decoder layer. "
         "From perceiver-pytorch, the weight-tied Perceiver was timed, which outputs a mean. "
-        "The file's `saved` is the memory that "
-        "autograd keeps in addition to the parameters. `gradients` is 32 steps of 128 x 100 "
-        "tokens.",
+        "The column `saved` of the file is the memory that autograd keeps in addition to the "
+        "parameters. In `gradients`, each variant takes 32 steps on 128 x 100 tokens.",
     ),
 }
 
@@ -210,8 +211,8 @@ def write_page() -> None:
         "Benchmark scripts write every figure (`make bench`). They run all variants "
         "alternately. The machines are shared, so times vary: compare the ratios. An "
         "operation is timed only after its equivalence tests have passed. A table has one "
-        "line for each variant, over all shapes that were timed; the linked file has every "
-        "measurement, with its commit, date and versions.",
+        "line for each variant, which summarizes all shapes that were timed; the linked file has "
+        "every measurement, with its commit, date and versions.",
         "",
     ]
     for name, table in TABLES.items():

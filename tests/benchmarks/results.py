@@ -205,9 +205,9 @@ def write_merge_table() -> None:
             name = MERGEKIT if row["impl"].startswith("mergekit ") else row["impl"]
             found.setdefault(row["op"], {})[name] = row
     lines = [
-        f"Merging {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}), whole process with imports, "
-        "one thread:",
-        "median CPU seconds / peak resident MB, written by `make bench`:",
+        f"Models: {shape} ({rows[0]['dtype']}; {rows[0]['hardware']}). Each cell is the median of "
+        "the CPU seconds and the peak",
+        "resident MB of a whole process with imports, in one thread (written by `make bench`):",
         "",
         f"| method | {OURS} | {MERGEKIT} | CPU ratio | memory ratio "
         "| file copy | `import numpy` | `import torch` |",

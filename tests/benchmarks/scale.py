@@ -86,8 +86,9 @@ def write_tables() -> None:
             )
     lines += [
         "",
-        f"Plans: from headers, {told['hardware']}, {told['date']} at {told['commit']}. Merging: "
-        "predicted, one thread, from the rows of 300 million and 1 billion parameters.",
+        f"The plans were computed from headers ({told['hardware']}, {told['date']} at "
+        f"{told['commit']}). The merging times are predicted for one thread, from the measured "
+        "times of 300 million and 1 billion parameters.",
     ]
     put(PAGE, lines, "merging")
     rows = [

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from heads.pairwise import PairwiseConfig, PairwiseModel
+from mergekit_lite import merge_models
+from model_components import push_to_hub
+from model_components._loading import read_config
 from tests.support.models import tiny
 from thinker import LatentThinker, ThinkerConfig
 
@@ -123,3 +128,16 @@ def test_integers_in_a_subfolder_are_refused(tmp_path):
     save_file({**state, name: state[name].int()}, file, {"format": "pt"})
     with pytest.raises(ValueError, match=name):
         LatentThinker.from_pretrained(tmp_path, subfolder="sub")
+
+
+def test_a_run_s_folder_is_refused_with_the_folder_that_was_meant(tmp_path):
+    (tmp_path / "model").mkdir()
+    expected = re.escape(f"(did you mean {tmp_path / 'model'}?)")
+    for load in (
+        lambda: read_config(tmp_path, "kronecker"),
+        lambda: merge_models([tmp_path], "passthrough", progress=False),
+        lambda: push_to_hub(tmp_path, "me/model"),
+        lambda: PairwiseModel.from_pretrained(tmp_path),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            load()

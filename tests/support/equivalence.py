@@ -97,9 +97,9 @@ def write_numerics(path: Path) -> None:
     lines = [
         "# Numerical equivalence",
         "",
-        "The test suite writes this page (`make numerics`). Each line shows the worst of its "
-        "cases: the error against the float64 reference, divided by the budget that the "
-        "reference's own error in the working dtype sets "
+        "The test suite writes this page (`make numerics`). Each row shows its worst case: the "
+        "error relative to the float64 reference, divided by a budget. The budget depends on the "
+        "reference's own error in the working dtype "
         "(`model_components.testing.check_equivalent`). The suite fails if the result is above 1. "
         "Outputs and all gradients are judged, by maximum and by root mean square. `stream` writes "
         "files and has no gradients; for merge methods, this is also true of `fused`.",

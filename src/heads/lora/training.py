@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -449,13 +450,22 @@ def _merged(model: Any, out: Path, tokenizer: Any, progress: bool) -> list[str]:
 
 def _note_on_dtype(model: Any, out: Path) -> list[str]:
     """Return a remark if the merged model is in float32 although the base is not."""
-    stored = AutoConfig.from_pretrained(out).dtype
-    if stored in (None, model.dtype) or stored != torch.float32:
+    base = {parameter.dtype for parameter in model.get_base_model().parameters()}
+    if base == {torch.float32} or _stored_dtypes(out) != {"F32"}:
         return []
     return [
-        f"model is in float32, because rounding to {model.dtype} would lose more than a quarter of "
-        "the updates"
+        "model is in float32, because rounding to the dtype of the base would lose more than a "
+        "quarter of the updates"
     ]
+
+
+def _stored_dtypes(folder: Path) -> set[str]:
+    """Return the dtypes of a checkpoint's tensors, by the names that safetensors uses."""
+    dtypes = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return dtypes
 
 
 def _reset_peak() -> None:

@@ -21,7 +21,7 @@ from ..discovery.mlps import Mlp
 from ..init import Factors
 from ..layers import empty_layer
 from ..layers.experts import is_experts
-from ..layers.linear import LINEAR
+from ..layers.linear import linear_of
 from ..layers.weights import dense
 from ..moments import Moments
 from .block import Block, blocks_with
@@ -206,7 +206,7 @@ def _fitted_alone(
     moments = Moments.zeros(*dense(module).shape, device=said[0].device)
     for x, y in zip(inputs, said, strict=True):
         moments.add(x, y)
-    layer = LINEAR[type(config)].from_config(module, config, moments)
+    layer = linear_of(config).from_config(module, config, moments)
     seen = moments.centered() if layer.bias is not None else moments
     tensors = prefixed(part.name, layer.state_dict().items())
     notes = ("few",) if moments.is_of_few_tokens() else ()

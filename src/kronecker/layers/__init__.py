@@ -4,7 +4,7 @@ from torch import nn
 
 from ..config import Config, LowRankConfig
 from .embedding import LowRankEmbedding
-from .linear import LINEAR
+from .linear import linear_of
 
 
 def empty_layer(module: nn.Module, config: Config) -> nn.Module:
@@ -15,4 +15,4 @@ def empty_layer(module: nn.Module, config: Config) -> nn.Module:
     if isinstance(module, nn.Embedding):
         assert isinstance(config, LowRankConfig)
         return LowRankEmbedding.like(module, config)
-    return LINEAR[type(config)].like(module, config)
+    return linear_of(config).like(module, config)

@@ -17,7 +17,6 @@ from model_components._layers import is_conv1d
 
 from .. import init
 from ..config import (
-    STRUCTURES,
     Config,
     Init,
     KroneckerConfig,
@@ -166,18 +165,22 @@ LINEAR: dict[type[Config], type[SmallerLinear]] = {}
 """The linear layer of each structure, by the class of its config."""
 
 
-def structure(name: str, config: type[Config]) -> Callable[[type[Layer]], type[Layer]]:
-    """Register a layer and its config under the name that checkpoints store."""
+def layer_for(config: type[Config]) -> Callable[[type[Layer]], type[Layer]]:
+    """Register a linear layer for a config."""
 
     def put(layer: type[Layer]) -> type[Layer]:
-        STRUCTURES[name] = config
         LINEAR[config] = layer
         return layer
 
     return put
 
 
-@structure("kronecker", KroneckerConfig)
+def linear_of(config: Config) -> type[SmallerLinear]:
+    """Return the linear layer for a config, which may be a subclass of a registered config."""
+    return next(LINEAR[kind] for kind in type(config).__mro__ if kind in LINEAR)
+
+
+@layer_for(KroneckerConfig)
 class KroneckerLinear(SmallerLinear, KroneckerLayer):
     """A linear layer ``x @ (Σ_r s_r A_r ⊗ B_r).T + bias``.
 
@@ -310,7 +313,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
         return kron_linear(x, self.a, self.b, self.bias, self.scales, impl=self.impl)
 
 
-@structure("low_rank", LowRankConfig)
+@layer_for(LowRankConfig)
 class LowRankLinear(SmallerLinear, LowRankLayer):
     """A linear layer ``x @ A.T @ B.T + bias`` with thin matrices A and B.
 

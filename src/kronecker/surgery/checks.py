@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from ..config import Config
+from ..config import Config, LowRankConfig
 from ..discovery.finding import COMPRESSED
 from ..layers.weights import dense, is_linear
 
@@ -74,7 +74,7 @@ def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
 
 def check_config(name: str, module: nn.Module, config: Config, tied: bool) -> None:
     """Raise a ValueError if a layer cannot be converted with its config."""
-    if not config.replaces_tables and (tied or not is_linear(module)):
+    if not isinstance(config, LowRankConfig) and (tied or not is_linear(module)):
         raise ValueError(
             f"convert_: expected LowRankConfig for {name}, which is tied or an embedding table, "
             f"got {type(config).__name__}"

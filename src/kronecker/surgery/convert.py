@@ -165,7 +165,7 @@ def _check_types(config: object) -> None:
     """Raise a ValueError unless ``config`` is a config of factors, or a map to such configs."""
     known = " or ".join(kind.__name__ for kind in STRUCTURES.values())
     for one in config.values() if isinstance(config, Mapping) else [config]:
-        if not isinstance(one, Config):
+        if not isinstance(one, tuple(STRUCTURES.values())):
             raise ValueError(
                 f"convert_: config is a {type(one).__name__}, expected a {known}, or a map from "
                 "patterns to them; to drop neurons, call prune_"

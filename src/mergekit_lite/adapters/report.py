@@ -64,7 +64,7 @@ class AdapterReport(Report):
     def table(self) -> Table:
         """Return the ranks and errors of the modules with the largest errors."""
         rows = []
-        for m in sorted(self.modules, key=_by_error)[:_SHOWN]:
+        for m in sorted(self.modules, key=lambda module: -module.error)[:_SHOWN]:
             rows.append((m.name, "x".join(map(str, m.shape)), str(m.rank), f"{m.error:.2%}"))
         return Table(("module", "shape", "rank", "error"), rows)
 
@@ -84,8 +84,3 @@ class AdapterReport(Report):
             more = len(largest) - _SHOWN
             lines.append(f"{more} more changed tensors are not in the adapter; they changed less")
         return lines
-
-
-def _by_error(module: AdapterModule) -> float:
-    """Return a key that sorts NaN first, then large errors."""
-    return -math.inf if math.isnan(module.error) else -module.error

@@ -16,7 +16,7 @@ import yaml
 from model_components._folders import write_json
 from model_components._formats import reading, stamp
 from model_components._hub import cached_commit, hub_id
-from model_components._model_folders import card_of, copy_companions
+from model_components._model_folders import card_of, copy_companions, shown_name
 
 from ..files import CheckpointError, Source
 from ..files.headers import read_json
@@ -197,7 +197,7 @@ def model_card(plan: MergePlan) -> str:
         parts = []
         for part in label.split("+"):
             is_path = "/" in part and hub_id(part) is None
-            parts.append(Path(part).name if is_path else part)
+            parts.append(shown_name(part) if is_path else part)
         return "+".join(parts)
 
     renamed = [_renamed(document, names) for document in documents]

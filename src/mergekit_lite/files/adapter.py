@@ -381,20 +381,37 @@ class LoraSource(AdapterSource):
         flag = bool(self.adapter.settings.get("fan_in_fan_out"))
         return stores_transposed(self.config, name.removesuffix(".weight"), flag)
 
-    def lost_to_rounding(self, names: Sequence[str]) -> float:
-        """Estimate the fraction of the adapter's change that rounding to the model's dtype loses.
+    @property
+    def without_adapters(self) -> Source:
+        """The model without this adapter, and without adapters that it has in addition."""
+        if isinstance(self.model, LoraSource):
+            return self.model.without_adapters
+        return self.model
 
-        Let D be the change of the named weights, and C the change of the rounded weights. The
-        fraction is 1 - <C, D> / |D|², computed from the first elements of some of the weights.
+    def adapts(self, name: str) -> bool:
+        """Return whether this adapter, or one that the model has in addition, changes a weight."""
+        if name in self._pairs:
+            return True
+        return isinstance(self.model, LoraSource) and self.model.adapts(name)
+
+    def lost_to_rounding(self, names: Sequence[str]) -> float:
+        """Estimate the fraction of the change that rounding to the model's dtype loses.
+
+        Let D be the change of the named weights by adapters, and C the change of the rounded
+        weights. The fraction is 1 - <C, D> / |D|², computed from a part of some of the weights.
         """
+        stored = self.without_adapters
         kept = 0.0
         total = 0.0
-        # at random, because every n-th name could be of the same kind of layer
-        for name in random.Random(0).sample(names, min(_SAMPLED, len(names))):
-            info = self.model.tensors[name]
+        # at random, because every n-th name could be of the same kind of layer, and the first rows
+        # of a weight may have no change
+        rng = random.Random(0)
+        for name in rng.sample(names, min(_SAMPLED, len(names))):
+            info = stored.tensors[name]
             count = min(info.count, _SAMPLE)
-            before = numbers(self.model.read(name, 0, count)).astype(np.float32)
-            merged = self.read(name, 0, count)
+            start = rng.randint(0, info.count - count)
+            before = numbers(stored.read(name, start, start + count)).astype(np.float32)
+            merged = self.read(name, start, start + count)
             change = merged - before
             with np.errstate(over="ignore", invalid="ignore"):  # the merge itself rejects infinity
                 rounded = numbers(stored_as(merged, info.dtype)) - before

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model_components import _hub
+from model_components._folders import run_hint
 
 from .._torch import torch
 from .adapter import CONFIG, LoraSource, OtherNamesError, more_than_lora
@@ -203,7 +204,7 @@ def _open_pickled(folder: Path, allow_pickle: str | None, text: str) -> Source:
             f"{text}: for the shard {shards[0].name}, expected {index} in the same folder, got none"
         )
     names = " and no ".join(f"{stem}.safetensors" for stem in STEMS)
-    raise CheckpointError(f"{text}: has no {names}{where}")
+    raise CheckpointError(f"{text}: has no {names}{where}{run_hint(folder)}")
 
 
 def _from_module(model: torch.nn.Module, label: str) -> DictSource:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..dtypes import BFLOAT16, FLOAT16, Array
+from ..dtypes import BFLOAT16, FLOAT16, Array, DType
 from ..files import CheckpointError, LoraSource, Source, TensorInfo
 from ..files.sources import View
 from ..recipe import MergeRecipe
@@ -144,23 +144,28 @@ def rounding_notes(recipe: MergeRecipe, tensors: Sequence[TensorPlan], models: M
     model has, too. Other tensors would be rounded even without the adapter.
     """
     changed: dict[int, list[str]] = {}
+    dtypes: dict[int, DType] = {}
     for t in tensors:
         if len(t.everything) != 1 or t.dtype not in (BFLOAT16, FLOAT16):
             continue
+        source = t.inputs[0].source
         name = t.inputs[0].name
-        adapter = _adapter_of(models.sources[t.inputs[0].source])
-        if adapter and adapter.pair(name) and adapter.model.tensors[name].dtype == t.dtype:
-            changed.setdefault(t.inputs[0].source, []).append(name)
+        adapter = _adapter_of(models.sources[source])
+        if adapter is None or not adapter.adapts(name):
+            continue
+        if adapter.without_adapters.tensors[name].dtype == t.dtype:
+            changed.setdefault(source, []).append(name)
+            dtypes[source] = t.dtype
     setting = "out_dtype" if recipe.out_dtype else "dtype"
     notes = []
-    for index, names in changed.items():
-        adapter = _adapter_of(models.sources[index])
+    for source, names in changed.items():
+        adapter = _adapter_of(models.sources[source])
         assert adapter is not None
         lost = adapter.lost_to_rounding(names)
         if lost > _MUCH_LOST:
             notes.append(
-                f"rounding to {adapter.model.tensors[names[0]].dtype} loses about {lost:.0%} of "
-                f"the adapter's change in {adapter.label}; to keep it, set {setting} to float32"
+                f"rounding to {dtypes[source]} loses about {lost:.0%} of the adapter's change in "
+                f"{adapter.label}; to keep it, set {setting} to float32"
             )
     return notes
 

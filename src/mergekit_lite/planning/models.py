@@ -84,6 +84,7 @@ class PlannedSource(Source):
         self.tensors = {t.name: t.info for t in plan.tensors}
         self.tokens = plan.vocabulary.tokens if plan.vocabulary else None
         self.parts = {t.name: t.parts for t in plan.tensors}
+        self.notes = [f"{self.label}: {note}" for note in plan.notes]
         # integer buffers, which are compared with other models' buffers before any merge
         self.copied: dict[str, tuple[Source, str]] = {}
         for t in plan.tensors:

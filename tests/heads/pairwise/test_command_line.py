@@ -124,7 +124,9 @@ def test_a_file_without_pairs_says_what_its_first_row_lacks(place, capsys):
         main(["judge", "pairs", str(place / "judge"), str(place / "rows.csv"), "--no-progress"])
         == 1
     )
-    assert "got question, answer1, answer2; map other names with columns" in capsys.readouterr().err
+    assert (
+        "got question, answer1, answer2; for other names, use --columns" in capsys.readouterr().err
+    )
 
 
 def test_a_report_has_its_baselines(place, capsys):

@@ -102,11 +102,13 @@ class TuneReport(Report):
             f"training: {self.seconds:.0f} s without evaluations, peak memory "
             f"{self.peak_mb:,.0f} MiB"
         )
-        files = names_in(self.out)
-        written = f"in {self.out}: {', '.join(files)}"
-        if CURVES not in files:
-            written += f" ({CURVES} needs matplotlib: pip install 'model-components[plot]')"
-        return [*self.curves.summary(), *self.curves.remarks(), cost, *self.notes, written]
+        lines = [*self.curves.summary(), *self.curves.remarks(), cost, *self.notes]
+        if files := names_in(self.out):
+            written = f"in {self.out}: {', '.join(files)}"
+            if CURVES not in files:
+                written += f" ({CURVES} needs matplotlib: pip install 'model-components[plot]')"
+            lines.append(written)
+        return lines
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields, and the verdict."""

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 
+from model_components._folders import run_hint
 from model_components._formats import reading
 from model_components._hub import find_folder
 from model_components._patterns import pattern_problem
@@ -146,6 +147,7 @@ def read_shapes(operation: str, path: Path) -> dict[str, tuple[int, ...]]:
             why = "; adapter_model.bin is a pickle, which can run code: save it with safetensors"
         raise ValueError(
             f"{operation}: expected {WEIGHTS} in {path}, got {', '.join(file_names) or 'none'}{why}"
+            f"{run_hint(path, ['adapter'])}"
         )
     shapes = {}
     with reading(path / WEIGHTS, operation), safe_open(path / WEIGHTS, "pt") as file:

@@ -204,8 +204,9 @@ def merge_lora(
     lost = _lost_of_all(layers, sizes)
     if max_lost is not None and lost > max_lost:
         worst = max(layers, key=lambda one: one.lost)
+        rounded = chosen or adapted[worst.name].base_layer.weight.dtype
         raise RoundingError(
-            f"{operation}: rounding to {stored} loses {lost:.1%} of the updates, expected at most "
+            f"{operation}: rounding to {rounded} loses {lost:.1%} of the updates, expected at most "
             f"{max_lost:.1%} (the worst layer loses {worst.lost:.1%}: {worst.name}). Use "
             "dtype=torch.float32 (--dtype float32), or accept the loss with max_lost=None "
             "(--max-lost 1)"

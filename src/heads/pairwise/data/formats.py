@@ -47,8 +47,8 @@ def pair_of(row: object) -> Pair:
             return Pair(prompt, a, b, 0 if "chosen" in names else verdict, _writers(row))
     known = "; ".join(", ".join(names) for names in _ANSWERS)
     raise ValueError(
-        f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; map other "
-        "names with columns (--columns prompt=question a=first b=second label=better)"
+        f"expected columns of two answers ({known}), got {', '.join(map(str, row))}; for other "
+        "names, use --columns prompt=question a=first b=second label=better"
     )
 
 

@@ -126,9 +126,11 @@ class JudgeReport(Report):
             )
         for name in self.shares_prompts:
             lines.append(f"{name}: there are so few prompts that some also occur in training pairs")
-        # these two are written after this line
-        files = sorted({*names_in(self.out), "report.json", "report.txt"})
-        return [*lines, f"in {self.out}: {', '.join(files)}"]
+        if files := names_in(self.out):
+            # the last two are written after this line
+            files = sorted({*files, "report.json", "report.txt"})
+            lines.append(f"in {self.out}: {', '.join(files)}")
+        return lines
 
     def _sets(self) -> dict[str, PairwiseReport]:
         sets = {"home (prompts)": self.home}

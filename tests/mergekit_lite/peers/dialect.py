@@ -251,9 +251,9 @@ def table(verdicts: dict[str, str]) -> str:
     lines = [f"| {len(verdicts)} recipes | |", "|---|---|"]
     lines += [f"| {counts[row]} | {text} |" for row, text in ROWS.items()]
     for title, groups in (
-        ("Deliberately different", DIFFERENT),
-        ("Refused only by mergekit_lite", REFUSED),
-        ("Refused only by mergekit", EXTRA),
+        ("Deliberately different (in parentheses, the number of recipes)", DIFFERENT),
+        ("Refused only by mergekit_lite (number of recipes)", REFUSED),
+        ("Refused only by mergekit (number of recipes)", EXTRA),
     ):
         lines += ["", f"{title}:", ""]
         lines += [f"- {reason} ({len(listed.split())})" for reason, listed in groups.items()]

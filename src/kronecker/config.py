@@ -301,7 +301,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def descends(self) -> bool:
-        """Whether all matrices of an MLP are fitted by gradient descent."""
+        """True if all matrices of an MLP are fitted by gradient descent."""
         return self.chosen_method != "fast" and self.epochs > 0
 
     @property

@@ -19,7 +19,7 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,plot]'
 	touch $@
 
-demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (4 min)
+demo: $(VENV)/.ready ## train two small specialists, merge them by formulas and by learned masks, print what each can do (3 min)
 	$(BIN)/python examples/train_masks.py
 
 # One worker a core, one thread a worker, the examples' processes included. P=thinker: one package's tests and doctests.
@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist w
 test: $(VENV)/.ready ## the suite, doctests included (6 min); P=thinker for one package
 	$(PYTEST) $(if $(P),tests/$(P) src/$(P))
 
-test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps (4 min)
+test-examples: $(VENV)/.ready ## run examples, how-to pages and notebooks with few steps (3 min)
 	$(PYTEST) -m 'examples and not slow' tests/test_examples.py
 
 test-slow: $(VENV)/.ready ## the long trainings

@@ -118,11 +118,17 @@ class TuningReport(Report):
         Training losses are medians, because the losses of single batches vary.
         """
         lines = []
-        if losses := [loss for _, loss in _finite(self.train)]:
-            size = min(len(losses), _level_size(len(losses)))
+        losses = [loss for _, loss in _finite(self.train)]
+        size = _level_size(len(losses))
+        if len(losses) >= 2 * size:
             lines.append(
                 f"training: median loss {statistics.median(losses[:size]):.3f} in the first "
                 f"{size} log entries, {statistics.median(losses[-size:]):.3f} in the last {size}"
+            )
+        elif losses:
+            lines.append(
+                f"training: median loss {statistics.median(losses):.3f} in {len(losses)} log "
+                "entries"
             )
         if finite := _finite(self.held_out):
             step, least = min(finite, key=lambda entry: entry[1])

@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 
 def relative_error(weight: Tensor, built: Tensor) -> float:
-    """Return the relative error ‖W - Ŵ‖ / ‖W‖ of ``built``, Ŵ."""
+    """Return the relative error ‖W - Ŵ‖ / ‖W‖, where W is ``weight`` and Ŵ is ``built``."""
     w = weight.double()
     return float((built.double() - w).norm() / w.norm().clamp_min(1e-300))
 

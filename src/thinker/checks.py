@@ -299,7 +299,7 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
     wrong = sorted(set(output_steps) - set(can))
     if wrong or not output_steps:
         raise ValueError(
-            f"LatentThinker: output_steps is {list(output_steps)}; expected some of {can}, the "
-            "steps at which the plan outputs"
+            f"LatentThinker: output_steps is {list(output_steps)}; expected one or more of {can}, "
+            "the steps that have an output in the plan"
         )
     return set(output_steps)

@@ -257,7 +257,7 @@ def _check_preset(config: RunConfig) -> None:
 
 
 def _plan_of(plan: str) -> str:
-    """Return the name of a plan, or the table in a file."""
+    """Return ``plan`` if it is the name of a plan, otherwise the text of the file at this path."""
     if plan in PLANS:
         return plan
     path = Path(plan)

@@ -284,7 +284,7 @@ def measure(
 
 
 def _lengths_of(run: Run, data: CurriculumDataset) -> list[int]:
-    """Return the lengths to evaluate: about four lengths in training, and the run's longer lengths.
+    """Return the lengths to evaluate: about four trained lengths, and the run's ``lengths``.
 
     For a file of rows, only lengths with held-out rows are returned.
 

@@ -157,7 +157,7 @@ class LowRankLayer(SmallerWeight):
         _zero_bias_(self)
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Return standard deviations of A and B with which outputs keep the scale of the inputs."""
+        """Return initial standard deviations of A and B that keep outputs at the inputs' scale."""
         return columns**-0.5, rank**-0.5
 
     @torch.no_grad()

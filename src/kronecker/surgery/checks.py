@@ -32,7 +32,7 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
     """Raise a ValueError if a layer cannot be converted, whatever its config."""
     if isinstance(module, COMPRESSED):
         raise ValueError(
-            f"{operation}: {name} is already compressed; expected the original model, loaded again"
+            f"{operation}: {name} is already compressed; load the original model again and use that"
         )
     parameters = list(module.parameters())
     if any(p.is_meta for p in parameters):

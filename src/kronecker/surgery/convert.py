@@ -241,8 +241,8 @@ def _check_each(model: nn.Module, configs: Mapping[str, Config], tied: Iterable[
         check_config(name, module, config, name in tied)
         if name in other_sizes:
             raise ValueError(
-                f"convert_: {name} was already pruned by an earlier call; expected the original "
-                "model, loaded again"
+                f"convert_: {name} was already pruned by an earlier call; load the original "
+                "model again and use that"
             )
 
 

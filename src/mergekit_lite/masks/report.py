@@ -53,7 +53,7 @@ class MaskReport(Report):
 
     @classmethod
     def of(cls, masks: Mapping[str, Tensor], labels: Sequence[str]) -> Self:
-        """Return the report on masks, given by weight name with shape (K, ...).
+        """Return the report on masks; ``masks`` maps weight names to tensors (K, ...).
 
         >>> print(
         ...     MaskReport.of({"w": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, ["a", "b"])

@@ -188,7 +188,7 @@ def _check_mixture(data: TaskMixture, model: Merger) -> None:
     if len(data.datasets) > model.count:
         raise ValueError(
             f"MaskTrainer: expected at most one task per component ({model.count}), got "
-            f"{len(data.datasets)} tasks; coefficients='evidence' would ignore tasks"
+            f"{len(data.datasets)} tasks; or set coefficients='evidence', which ignores tasks"
         )
     followed = [any(len(d) for d in parts) for parts in data.datasets]
     for k, label in enumerate(model.labels[: model.count]):

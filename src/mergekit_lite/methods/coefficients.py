@@ -87,7 +87,7 @@ def unit_gram(g: A, eps: float, xp: ModuleType) -> tuple[A, A]:
 def multislerp(
     g: A, weight: Sequence[float], normalize_weights: bool, eps: float, xp: ModuleType
 ) -> A:
-    """Return the coefficients of the mean direction, at the weighted mean length.
+    """Return the coefficients of the mean direction, scaled to the weighted mean length.
 
     If the directions cancel, return the coefficients of the weighted sum instead.
     """

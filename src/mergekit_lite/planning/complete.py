@@ -150,7 +150,7 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
 
 
 def _kinds_of(source: Source, config: Json) -> list[set[str]]:
-    """Return the tensors of each layer that a model's config counts."""
+    """Return the names of each layer's tensors, for the layers that the config counts."""
     _, layers = _names_by_layer(list(source.tensors), config)
     count = layer_count(config)
     kinds = []

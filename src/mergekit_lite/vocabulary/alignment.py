@@ -333,8 +333,8 @@ def _extend_tokenizer_of(
     """Return a tokenizer.json extended by ``tokens`` and the BPE merges of the other models."""
     if folder is None or not (folder / "tokenizer.json").exists():
         raise CheckpointError(
-            f"tokenizer: expected a tokenizer.json in {folder}, to which tokens can be added, got "
-            "none"
+            f"tokenizer: expected a tokenizer.json in {folder}, got none; tokens can be added only "
+            "to this format"
         )
     folders = [source.folder for source in sources if source.folder is not None]
     others = [other for other in folders if (other / "tokenizer.json").exists()]

@@ -277,7 +277,7 @@ class RewindOnPeak(ThinkerCallback):
         } | self.trainer.snapshot()
 
     def on_rewind(self) -> None:
-        """Start a new window, since this or another callback has gone back."""
+        """Start a new window after a rewind by this or another callback."""
         self.before = self.trainer.tally.mark()
         # the point at the window's beginning belongs to the steps that were undone
         self.newest = self._point(self.trainer.state.global_step)

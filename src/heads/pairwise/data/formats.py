@@ -243,7 +243,7 @@ def _messages(name: str, value: object) -> tuple[Turn, ...]:
 
 
 def _content(name: str, content: object) -> str:
-    """Return a message's text, or the texts of its parts."""
+    """Return a message's text, or the texts of its parts, separated by blank lines."""
     texts = []
     for part in content if isinstance(content, list) else [content or ""]:
         if isinstance(part, Mapping) and part.get("type") == "text":

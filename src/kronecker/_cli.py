@@ -296,7 +296,7 @@ class FoldReport(Report):
     parameters: int
 
     def summary(self) -> Sequence[str]:
-        """Return a line with both numbers of parameters."""
+        """Return a line with the numbers of parameters before and after folding."""
         return (
             f"{self.out} loads with transformers alone and has {self.parameters:,} parameters; "
             f"the compressed model has {self.compressed_parameters:,} parameters",

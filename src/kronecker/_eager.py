@@ -40,7 +40,7 @@ _BLOCK = 256  # tokens at a time on a CPU, so that intermediate results stay in 
 
 
 def order_of(a_shape: tuple[int, int], b_shape: tuple[int, int], rank: int, tokens: int) -> str:
-    """Return the cheapest order by multiply-adds: ``"b_first"``, ``"a_first"`` or ``"rebuild"``.
+    """Return the order with fewest multiply-adds: ``"b_first"``, ``"a_first"`` or ``"rebuild"``.
 
     >>> order_of((3072, 384), (1, 2), 1, tokens=1024), order_of((384, 3072), (2, 1), 1, tokens=1024)
     ('b_first', 'a_first')

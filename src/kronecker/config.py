@@ -46,7 +46,7 @@ class Config(CheckedConfig):
 
     @property
     def epochs(self) -> int:
-        """The epochs of gradient descent; a field of configs with `fits_mlps`."""
+        """The epochs of gradient descent: a field of configs with `fits_mlps`, 0 in all others."""
         return 0
 
     def sizes(self) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class PruneConfig(CheckedConfig):
 
     @property
     def chosen_method(self) -> Method:
-        """The method, or the default for the size if no method is given."""
+        """The given method or, if there is none, the default, which depends on ``size``."""
         if self.method is not None:
             return self.method
         # only size is a share of the whole model; keep is a share of the MLPs alone
@@ -340,7 +340,7 @@ def kronecker_sizes(
     b_shape: Shape = None,
     **options: Any,
 ) -> KroneckerConfig:
-    """Return the `KroneckerConfig` of one layer, from its sizes and a rank or a share.
+    """Return one layer's `KroneckerConfig`, from its sizes, and a rank or share of parameters.
 
     Args:
         out_features: The number of outputs, O.
@@ -407,7 +407,7 @@ def _checked_share(what: str, rank: object) -> float:
 
 
 def _divisor(size: int) -> int:
-    """Return the divisor of a size nearest to its square root, the smaller one on a tie."""
+    """Return the divisor of ``size`` that is nearest to √size; on a tie, the smaller one."""
     root = size**0.5
     return min(_divisors(size), key=lambda d: abs(d - root))
 

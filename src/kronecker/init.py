@@ -64,7 +64,7 @@ def random(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Factors:
-    """Draw factors from normal distributions, so that their product keeps the activations' scale.
+    """Draw factors from normal distributions that keep a layer's outputs at its inputs' scale.
 
     The factors A (k = 1) and B (k = 2) have the standard deviation min(1, √(O_k / I_k)) / √I_k. B
     is then divided by √r, so that the sum over r terms has the standard deviation of one term
@@ -141,9 +141,10 @@ def van_loan(weight: Tensor, b_shape: tuple[int, int], rank: int = 1) -> Factors
 def prune(
     weight: Tensor, b_shape: tuple[int, int], *, keep: str | tuple[int, int] = "even"
 ) -> Factors:
-    """Keep one of every O2 rows and one of every I2 columns as A; B is zero except for a single 1.
+    """Return factors that keep one of every O2 rows and one of every I2 columns of a weight.
 
-    If I2 is 1, the kept outputs are exact.
+    A has the kept entries, and B is zero except for a single 1. If I2 is 1, the kept outputs are
+    exact.
 
     Args:
         weight: The weight, (O, I).
@@ -184,7 +185,7 @@ def prune(
 
 
 def als(moments: Moments, start: Factors, *, rounds: int = 10) -> Factors:
-    """Return activation-aware factors, by alternating least squares over calibration tokens.
+    """Return factors fitted to target outputs on calibration tokens, by alternating least squares.
 
     The factors minimize Σ |Σ_r (A_r ⊗ B_r) x - y|² over the inputs x and target outputs y of all
     tokens. For a given B, the best A takes one linear solve with r I1 unknowns, shared by all rows

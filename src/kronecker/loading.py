@@ -146,7 +146,7 @@ def calibration_of(rows: list[Tensor], model: PreTrainedModel) -> list[object]:
 
 
 def context_of(models: Sequence[PreTrainedModel], context: int) -> int:
-    """Return ``context``, limited to the smallest number of positions of the models."""
+    """Return ``context`` or, if it is smaller, the shortest maximum input length of the models."""
     for model in models:
         # one context for all models, so that they are compared on the same sequences
         limit = positions_of(model)

@@ -88,7 +88,10 @@ def targets_of(
 def token_loss(
     config: DistillConfig, student: Tensor, teacher: Tensor, labels: Tensor | None
 ) -> Tensor:
-    """Return the weighted sum of T² KL and cross-entropy of logits (N, V), averaged over tokens."""
+    """Return the weighted sum of T² KL and cross-entropy for logits (N, V), averaged over tokens.
+
+    T is ``config.temperature``.
+    """
     # a micro-batch of only prompts has no token that counts
     student, count = student.float(), max(1, len(student))
     total = torch.zeros((), device=student.device)

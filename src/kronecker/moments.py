@@ -93,7 +93,7 @@ class Moments:
         )
 
     def is_of_few_tokens(self) -> bool:
-        """Return whether the largest 1% of the tokens make up more than half of Σ |y|².
+        """Return whether the 1% of tokens with the largest |y|² make up more than half of Σ |y|².
 
         Relative errors, which are divided by this sum, then say little about the other tokens.
         Attention sinks, whose hidden states are hundreds of times as large, are such tokens.

@@ -305,7 +305,7 @@ def _perplexities(
 def _cosines(
     models: Mapping[str, Any], texts: Mapping[str, Batches], bar: tqdm
 ) -> dict[str, dict[str, float]]:
-    """Return the mean cosine similarity to the first model's embeddings, by encoder and text."""
+    """Return each model's mean cosine similarity to the first model's embeddings, per text."""
     first = next(iter(models.values()))
     originals = {text: embeddings(first, batches) for text, batches in texts.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in models}

@@ -113,7 +113,7 @@ def build_recipe(
 
 
 def _refuse_recipe_keys(method: MergeMethod, parameters: Iterable[str]) -> None:
-    """Raise an error for ``base`` and for recipe keys, which are not parameters of a method."""
+    """Raise an error for ``base``, or for a recipe key that is not a parameter of the method."""
     for key in parameters:
         name = key.rstrip("_")
         if key == "base":

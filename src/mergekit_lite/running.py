@@ -77,7 +77,7 @@ class Bar:
             self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """Show a status message after the bar."""
+        """Show a status message at the right end of the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 

@@ -221,7 +221,7 @@ def _beginning(tokenizer: Any) -> list[int]:
 
 
 def _digest(rows: Sequence[tuple[int, object]]) -> str:
-    """Return a hash of the rows themselves; a chat template may add today's date to their text."""
+    """Return a hash of the rows, not of their text, to which a chat template may add the date."""
     digest = xxhash.xxh3_128()
     for _, row in rows:
         # unpaired surrogates cannot be encoded as UTF-8
@@ -328,7 +328,7 @@ def split_examples(
 def _split_rows(
     texts: TextExamples, share: float, most: int
 ) -> tuple[list[list[Example]], list[list[Example]]]:
-    """Split the rows of one task; a row is the list of its examples."""
+    """Split one task's rows at random into training and held-out rows (lists of examples)."""
     # each piece of a plain text has its own number, so that one text can be split
     by_row: dict[int, list[Example]] = {}
     for row, example in zip(texts.rows, texts.examples, strict=True):
@@ -340,7 +340,7 @@ def _split_rows(
 
 
 def _key(example: Example, special: set[int]) -> tuple[int, ...]:
-    """Return the first prompt of an example, or all its tokens if the prompt is only special ones.
+    """Return an example's first prompt, or all its tokens if the prompt has only special tokens.
 
     A tokenizer may add a first token to a row without a prompt.
     """

@@ -51,7 +51,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def run_hint(folder: str | os.PathLike[str], names: Sequence[str] = ("model", "adapter")) -> str:
-    """Return the question whether a folder inside was meant, if a run's folder was given."""
+    """Return "did you mean" and a folder inside this one, or "" if none has one of the names."""
     for name in names:
         inner = Path(folder, name)
         if inner.is_dir():

@@ -109,7 +109,7 @@ def is_path(name: str) -> bool:
 
 
 def _nearest(folder: Path) -> str:
-    """Return the end of a message that suggests a folder with a similar name next to this path.
+    """Return "did you mean" and the folder next to this path that has the most similar name.
 
     The result is empty if there is no such folder.
     """

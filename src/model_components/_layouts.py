@@ -212,7 +212,7 @@ def _conversation(
 
 
 def _beginning_of(tokenizer: Any, message: Mapping[str, Any], text: str, tools: object) -> int:
-    """Return the position of a first message's content in a text, or -1 if it is not there."""
+    """Return where a first message's content begins in a text, or -1 if the text lacks it."""
     content = message["content"] or ""
     # a short answer may also occur in the text that the template writes before it
     other = _render(tokenizer, [{**message, "content": f"\ue000{content}"}], tools)

@@ -24,7 +24,7 @@ _NO_LOCKS = (
 
 
 class NotOursError(Exception):
-    """An error for a path that is not a folder which this library made for this user."""
+    """An error for a path that holds anything but a folder that this library made for this user."""
 
 
 class PosixLock:
@@ -72,7 +72,7 @@ class PosixLock:
                 raise
 
     def _is_marked(self, folder: Path, marker: str) -> bool:
-        """Return whether the folder is this user's, and marked or empty."""
+        """Return whether the folder belongs to this user, and has the marker file or is empty."""
         owner = os.fstat(self._descriptor).st_uid
         if owner != os.geteuid():
             return False
@@ -80,7 +80,7 @@ class PosixLock:
         return not os.listdir(folder) or is_file(folder / marker, owner)
 
     def is_at(self, folder: Path) -> bool:
-        """Return whether the path still names the locked folder, which a run may have replaced."""
+        """Return whether the locked folder is still at the path; a run may have replaced it."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(folder))
         except FileNotFoundError:

@@ -297,7 +297,7 @@ def push_to_hub(
 
 
 def _check_base(adapter: Path) -> None:
-    """Check that an adapter's base is not a local folder, which nobody else has."""
+    """Check that an adapter's base model is not a local folder, which other users do not have."""
     try:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:

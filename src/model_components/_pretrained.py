@@ -62,7 +62,7 @@ class CheckedModelConfig(PreTrainedConfig):
 
     @classmethod
     def default_config_fields(cls) -> dict[str, Any]:
-        """Return no fields, so that transformers saves every field.
+        """Return an empty mapping, so that transformers saves even fields with default values.
 
         transformers would leave out fields that equal the defaults, and defaults may change later.
         """

@@ -31,7 +31,7 @@ class Stage:
         self.operation = operation
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a part's file, or None if nothing is stored."""
+        """Return the path of a part's file, or None if the stage has no folder."""
         return None if self.folder is None else self.folder / f"{name}.safetensors"
 
     def store(self, name: str, tensors: Mapping[str, Tensor], notes: object = None) -> None:

@@ -58,7 +58,7 @@ class DeadRunError(RuntimeError):
 
 
 class StepTrainer(Trainer):
-    """A `transformers.Trainer` whose losses are means over all items of a step.
+    """A `transformers.Trainer` whose loss is the mean over all items, such as tokens, of a step.
 
     Gradient accumulation does not change the loss. Training stops before the optimizer's step if
     the loss, a gradient or the norm of the gradients is not finite. In float16, the gradient scaler
@@ -151,7 +151,7 @@ class StepTrainer(Trainer):
         return self._norm
 
     def check_step(self) -> None:
-        """Check a step's loss and gradients, and add the loss to the logged losses."""
+        """Check that a step's loss and gradients are finite, and add the loss to the sum to log."""
         loss = float(self._loss_of_step)
         self._loss_of_step = 0.0
         is_finite = math.isfinite(loss)

@@ -34,7 +34,7 @@ class Call:
     keep: Tensor | None
 
     def mapped(self, function: Callable[[Any], Any]) -> Self:
-        """Return a copy with a function applied to the tuple and to the mapping of arguments."""
+        """Return a copy with a function applied to ``arguments`` and to ``named``."""
         return replace(self, arguments=function(self.arguments), named=function(self.named))
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def forwards_replaced(
 
 
 def shaped_as(out: object, hidden: Tensor, rest: object = None) -> object:
-    """Return hidden states in the form of a block's output: alone, or first in a tuple.
+    """Return ``hidden`` in the form of the block output ``out``: alone, or first in a tuple.
 
     Each further item of the tuple is ``rest``.
 

@@ -125,7 +125,7 @@ class DoctorReport(Report):
         return int(bool(self.findings))
 
     def summary(self) -> list[str]:
-        """List the versions."""
+        """List the versions of this library, of Python and of the dependencies."""
         lines = [f"model-components {self.version}, Python {self.python}"]
         for name, version in self.dependencies.items():
             lines.append(f"  {name} {version or 'is not installed'}")

@@ -1,4 +1,4 @@
-"""`measure_kernels`: test and time the fused paths on a device for ``impl="auto"``.
+"""`measure_kernels`: test and time the fused paths on a device, to set what ``impl="auto"`` uses.
 
 `set_impl_` sets the implementation of a model's layers by hand.
 """

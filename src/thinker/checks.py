@@ -186,7 +186,7 @@ def check_grid(config: ThinkerConfig, tokens: Tensor, mask: Tensor | None) -> No
 
 
 def chosen_plan(config: ThinkerConfig, plan: FlowPlan | None = None) -> FlowPlan:
-    """Return the call's plan or the config's plan; default: all operations that the model has."""
+    """Return ``plan``, or else the config's plan, or else a plan of all the model's operations."""
     if not isinstance(plan, FlowPlan | None):
         raise ValueError(f"LatentThinker: plan is {plan!r}; expected a FlowPlan")
     if plan is None and config.plan is not None:
@@ -231,7 +231,7 @@ def check_plan(config: ThinkerConfig, rows: Sequence[FlowRow]) -> None:
 
 
 def check_labels(config: ThinkerConfig, labels: Tensor, logits: Sequence[int]) -> None:
-    """Check that labels have the first two axes of the logits, (B, O), and are valid classes."""
+    """Check that labels are valid classes, in the shape of the logits' first two axes, (B, O)."""
     if tuple(labels.shape) != tuple(logits[:2]):
         raise ValueError(
             f"LatentThinker: labels have shape {list(labels.shape)}; expected {list(logits[:2])}, "

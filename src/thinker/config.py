@@ -241,7 +241,7 @@ class ThinkerConfig(CheckedModelConfig):
 
     @property
     def at_tokens(self) -> bool:
-        """Return whether latents start from the input's tokens and themselves give the answer."""
+        """Return whether each latent starts from an input token and gives the answer there."""
         return self.latent_init == "tokens"
 
     def latents_for(self, length: int) -> int:

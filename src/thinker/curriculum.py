@@ -319,7 +319,7 @@ class CurriculumDataset(IterableDataset):
         return {"step": step, "state": self.state.tolist(), **self._identity()}
 
     def _identity(self) -> StateDict:
-        """Return the settings that must not change at a resume, so that the same batches follow."""
+        """Return the settings that a resumed run must share, so that it draws the same batches."""
         task, schedule = (
             re.sub(" at 0x[0-9a-f]+", "", repr(part)) for part in (self.task, self.schedule)
         )
@@ -408,7 +408,7 @@ def _pair(name: str, count: Count, length: int) -> tuple[int, int]:
 
 
 class DetailedBatches(IterableDataset):
-    """The batches of a `CurriculumDataset`, with details, for a trainer's loader."""
+    """The batches of a `CurriculumDataset`, with lengths and distances, for a trainer's loader."""
 
     def __init__(self, data: CurriculumDataset):
         self.data = data

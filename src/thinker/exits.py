@@ -56,7 +56,7 @@ def check_exit(config: ThinkerConfig, exit_rule: object) -> None:
 
 
 class Exits:
-    """The bookkeeping of one call of `LatentThinker.think` with an `ExitRule`.
+    """A record of when each row stops in a call of `LatentThinker.think` with an `ExitRule`.
 
     Args:
         rule: The rule that decides when a row stops.
@@ -82,7 +82,7 @@ class Exits:
         self.residuals = torch.zeros(batch, num_steps, device=device, dtype=torch.float32)
 
     def merged(self, latents: Tensor) -> Tensor:
-        """Return the latents of every row.
+        """Return the latents of every row of the original batch.
 
         Rows that stopped have the latents of their last step.
         """

@@ -136,7 +136,7 @@ class FlowPlan:
         *,
         generator: torch.Generator | None = None,
     ) -> FlowPlan:
-        """Draw a plan in which each cell is 1 with probability p.
+        """Draw a plan in which each step runs each operation with probability p.
 
         The first row always reads, and the last row always outputs.
 
@@ -280,7 +280,7 @@ class FlowPlan:
         return tuple(number for number, row in enumerate(self.rows(n_step), 1) if row.output)
 
     def to_dict(self) -> dict[str, list[list[int]]]:
-        """Return the three parts as lists of rows of ones and zeros, for JSON.
+        """Return prologue, loop and epilogue as lists of rows of ones and zeros, for JSON.
 
         `FlowPlan(**plan.to_dict())` equals the plan.
         """

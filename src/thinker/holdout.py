@@ -124,7 +124,7 @@ class HoldOut:
         )
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Sample:
-        """Draw held-out rows, or rows from all inputs if none of that length are held out.
+        """Draw held-out rows; if no inputs of the length are held out, draw from all inputs.
 
         If the task has fixed rows, each held-out row is returned at most once.
 

@@ -20,7 +20,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Memory(ABC):
-    """All keys and values written so far.
+    """The base class of memories, which hold the keys and values written so far.
 
     Writing returns a new memory; the old one does not change (but see `StaticMemory`).
     """
@@ -107,7 +107,7 @@ class StaticMemory(Memory):
         return keys[:, :, : self.filled], values[:, :, : self.filled]
 
     def write(self, layers: Sequence[KeysValues]) -> Memory:
-        """Write a step's keys and values in place.
+        """Write a step's keys and values in place, and return a memory that includes them.
 
         Raises:
             ValueError: Gradients are on (the write would change keys that autograd saved), the
@@ -145,7 +145,7 @@ class StaticMemory(Memory):
         return StaticMemory(self.size, self.room, end)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Memory:
-        """Return a memory with its own storage, to which ``change`` was applied."""
+        """Return a memory with new storage, with ``change`` applied to every tensor."""
         # copied, since `change` may return a tensor with the same storage, such as a detached one
         layers = tuple((change(k).clone(), change(v).clone()) for k, v in self.room.layers)
         return StaticMemory(self.size, _Room(layers, self.filled), self.filled)

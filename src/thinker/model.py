@@ -314,7 +314,7 @@ class LatentThinker(CompleteModel):
         carry: ThinkerState | None,
         generator: torch.Generator | None,
     ) -> ThinkerState:
-        """Return the state before the first step: the carry if there is one."""
+        """Return the state before the first step: the carry if given, otherwise a new state."""
         if carry is None:
             return self._start(context, n_latent, generator)
         check_latents(self.config, n_latent, carry.latents.shape, context.shape, carried=True)
@@ -461,7 +461,7 @@ class LatentThinker(CompleteModel):
     def _start(
         self, context: Context, n_latent: int | None, generator: torch.Generator | None
     ) -> ThinkerState:
-        """Return the state before the first step."""
+        """Return a new state for the first step, used without a carry."""
         config, (batch, length) = self.config, context.shape
         n = config.latents_for(length) if n_latent is None else n_latent
         check_latents(config, n_latent, (batch, n, config.hidden_size), context.shape)

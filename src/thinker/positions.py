@@ -172,7 +172,7 @@ class Positions(nn.Module):
         return code
 
     def index(self, tokens: Tensor, mask: Tensor | None) -> Tensor:  # (B or 1, L, 1 or 2)
-        """Return the position of each token in its sequence, or its row and column in a grid."""
+        """Return each token's position in its sequence; with ``rotary_2d``, its row and column."""
         if self.config.positions == "rotary_2d":
             return grid_index(tokens, mask)
         return token_index(tokens, mask)[..., None]

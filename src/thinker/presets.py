@@ -239,7 +239,7 @@ def exchange(**fields: Any) -> Preset:
 
 
 def pointer(**fields: Any) -> Preset:
-    """Return the preset for answers that a few latents look up, one hop per step.
+    """Return the preset for answers that a few latents find by following pointers, one per step.
 
     Args:
         **fields: Fields of `ThinkerConfig`, in place of the preset's.

@@ -56,7 +56,7 @@ class Schedule(ABC):
         return state
 
     def difficulty(self, step: int, state: Tensor) -> float:
-        """Return the longest length in use, or a mean length, for logs and plots."""
+        """Return the longest length in use (for `Dynamic`, the mean length), for logs and plots."""
         return float(self.max_length)
 
     def _uniform(self, generator: torch.Generator, batch: int, longest: int) -> Tensor:

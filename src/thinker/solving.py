@@ -162,7 +162,7 @@ def _ids_of(
 def _solved(
     model: LatentThinker, task: Task, rows: Sequence[Sequence[int]], most: int, rule: ExitRule
 ) -> list[tuple[Any, int, bool]]:
-    """Return each row's answer, its steps, and whether the rule stopped it, from one batch."""
+    """Solve rows as one batch: return each one's answer, steps, and whether the rule stopped it."""
     inner = without_layout(task)
     sample = _sample(inner, rows)
     if isinstance(task, AtTokens):

@@ -98,7 +98,7 @@ def sweep(
 
 
 def read_grid(path: Path) -> Any:
-    """Return the grid in a YAML file, with the hyphens of flags replaced by underscores.
+    """Return the grid in a YAML file, with underscores for the hyphens in setting names.
 
     Raises:
         ValueError: The file cannot be read, or does not contain a grid.

@@ -100,7 +100,7 @@ class TuneConfig(CheckedConfig):
     seed: int = 0
 
     def problems(self) -> Iterable[str]:
-        """Yield a message for each setting of the adapters that is given although r is 0."""
+        """Yield a message for each adapter setting that is given although r=0 (no adapters)."""
         names = ("lora_alpha", "lora_dropout", "target_modules", "use_rslora")
         for name in names if not self.r else ():
             if getattr(self, name):

@@ -385,7 +385,7 @@ def compute(chosen_path: Route, x: Tensor) -> Tensor:
 def _merges(
     x: Tensor, weight: Tensor, factors: Sequence[Tensor], adapters: Sequence[Adapter]
 ) -> bool:
-    """Return whether it is cheaper to compute ``x (W + s B A)ᵀ``, and loses no precision.
+    """Return whether computing ``x (W + s B A)ᵀ`` is cheaper and loses no precision.
 
     In half precision, rounding W + s B A would erase small updates.
     """

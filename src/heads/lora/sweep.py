@@ -106,7 +106,7 @@ def sweep(
 
 
 def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each run, by a name that lists all settings of the run's grid.
+    """Return the settings of each run, by the run's name, which lists these settings.
 
     Raises:
         ValueError: A grid is empty, a setting is invalid, or two runs are the same.
@@ -142,7 +142,7 @@ def _runs_of(grids: Sequence[Grid], shared: Mapping[str, Any]) -> dict[str, dict
 
 
 def _columns(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run for the table: eight standard ones, then all other settings."""
+    """Return the settings of a run that the table shows: eight standard ones, then the others."""
     config = TuneConfig.from_dict(settings)
     usual = {
         "model": Path(model).name,

@@ -248,7 +248,7 @@ def _read_data(
 
 
 def _fingerprint(folder: Path) -> str:
-    """Return a hash of the names, sizes, beginnings and ends of the weight files and config."""
+    """Return a hash of the config and weight files: their names, sizes, first and last bytes."""
     digest = xxhash.xxh3_128()
     paths: list[Path] = []
     for pattern in ("*.safetensors", "*.bin", "config.json"):
@@ -435,7 +435,7 @@ def _save(model: Any, folder: Path, out: Path, config: TuneConfig, *, progress: 
 
 
 def _merged(model: Any, out: Path, tokenizer: Any, progress: bool) -> list[str]:
-    """Write the merged model if that is possible; return remarks."""
+    """Write the merged model; return remarks, such as the reason why it was not written."""
     try:
         merge_lora(model, out, tokenizer=tokenizer, progress=progress)
     except OutputError:

@@ -181,7 +181,7 @@ def sides_of(
 def _verdicts(
     model: Judge, sides: Sides, alike: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-probabilities (P, C) of both orders, and scores (P, 2) or None.
+    """Return log-probabilities (P, C) for (A, B) and for (B, A), and scores (P, 2) or None.
 
     The columns of the second order are swapped back.
     """

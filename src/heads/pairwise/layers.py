@@ -155,7 +155,7 @@ class PairwiseHead(nn.Module):
 
     @torch.no_grad()
     def fit_(self, a: Tensor, b: Tensor, surface_a: Tensor, surface_b: Tensor) -> None:
-        """Fit scales to features (P, W) of A and B, and bins to their surface features (P, F).
+        """Set scales from features (P, W), and bins from surface features (P, F), of A and B.
 
         Args:
             a: The features of A.

@@ -28,7 +28,7 @@ class FreezeReport(Report):
     trained_parameters: int
 
     def summary(self) -> list[str]:
-        """Return a line with the totals."""
+        """Return a line on what is frozen, with the numbers of frozen and trained parameters."""
         what = ", ".join(self.frozen) if self.frozen else "nothing"
         return [
             f"frozen: {what} ({self.frozen_parameters:,} parameters); trained: "

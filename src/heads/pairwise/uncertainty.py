@@ -52,7 +52,7 @@ class UncertaintyReport(Report):
     after: float
 
     def summary(self) -> list[str]:
-        """Return a line with the log-losses and the precision."""
+        """Return a line with the log-losses before and after, and the prior precision."""
         return [
             f"log-loss {self.before:.4f} before, {self.after:.4f} after, on {self.pairs} pairs "
             f"(prior precision {self.precision:g})"

@@ -209,7 +209,7 @@ def tokens_seen(data: Sequence[Batch], least: int) -> list[str]:
 
 @torch.no_grad()
 def first_output(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the first tensor among a model's outputs, logits or hidden states, in float32."""
+    """Return the first tensor that a model outputs (logits or hidden states), in float32."""
     out = model(**without_labels(batch))
     if isinstance(out, Mapping):
         values = out.values()

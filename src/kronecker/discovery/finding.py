@@ -161,7 +161,7 @@ def _no_match(pattern: str, names: list[str]) -> str:
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module, list[str]]]:
-    """Return all repeated blocks of the list of modules that holds these layers, in order.
+    """Return, in order, all blocks in the list of modules that contains these layers.
 
     Each block is (name, module, names of its layers). If the layers are not within one list of
     modules, the whole model is one block, with an empty name.
@@ -216,7 +216,7 @@ def prefixed(name: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule with a dotted name, and give its hooks to the new module."""
+    """Replace the submodule called ``name`` by ``module``, and give ``module`` the old hooks."""
     parent, _, last = name.rpartition(".")
     for hooks in HOOKS:  # the same dictionaries, so that the handles of the hooks still work
         setattr(module, hooks, getattr(model.get_submodule(name), hooks))

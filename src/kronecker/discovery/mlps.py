@@ -142,7 +142,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _kind(mlp: Mlp) -> tuple[str, ...]:
-    """Return the names of an MLP's layers without numbers, which are the same in all blocks."""
+    """Return an MLP's layer names with # for numbers, so that they are equal in all blocks."""
     # layers.3.fc1 and layers.7.fc1 are of one kind
     return tuple(re.sub(r"\d+", "#", name) for name in (*mlp.ups, mlp.down))
 

@@ -69,7 +69,7 @@ def calls_of(
 def _watched_run(
     body: nn.Module, blocks: Sequence[nn.Module], batch: Batch
 ) -> tuple[tuple[Calls, list[Tensor]], list[Tensor], list[Any]] | None:
-    """Run the model on a batch, with every block computed.
+    """Run the model on a batch, skipping no block, and record the blocks' inputs and outputs.
 
     Returns:
         The calls with the hidden states before the first block, the hidden states that each block
@@ -96,7 +96,7 @@ def _watched_run(
 
 
 def _body(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> nn.Module:
-    """Return the model without its head if it then takes the same arguments, else the model."""
+    """Return the model without its head if this part accepts the batch, else the whole model."""
     body = getattr(model, "base_model", model)
     if not isinstance(body, nn.Module) or not any(m is blocks[0] for m in body.modules()):
         return model

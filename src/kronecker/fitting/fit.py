@@ -145,7 +145,7 @@ def _check_reached(block: Block, operation: str) -> None:
 def _run_originals(
     block: Block, gone: Sequence[Block], states: Sequence[Tensor], one_pass: bool
 ) -> list[Tensor]:
-    """Run the original block and the dropped blocks after it; store the targets of its parts.
+    """Run the original block and the dropped blocks after it; store that block's targets.
 
     Return the original model's hidden states after these blocks, one tensor per batch.
     """

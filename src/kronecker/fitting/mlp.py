@@ -63,7 +63,7 @@ class MlpWeights:
         return self.build(*self.down)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden neurons (N, I) of inputs (N, H)."""
+        """Return the values of the hidden neurons, (N, I), for inputs (N, H)."""
         assert self.middle is not None
         said = []
         for matrix, bias in zip(self.ups, self.up_biases, strict=True):
@@ -75,7 +75,7 @@ class MlpWeights:
         return F.linear(self.hidden(x), self.down_weight, self.down_bias)
 
     def on(self, mlp: Mlp, neurons: Tensor) -> MlpWeights:
-        """Return the dense weights of a subset or a permutation of the hidden neurons."""
+        """Return the dense weights with only the given hidden neurons, in the given order."""
         rows = mlp.rows(neurons, self.down_weight.shape[1])
         ups = [(w[rows],) for (w,) in self.ups]
         biases = [None if b is None else b[rows] for b in self.up_biases]

@@ -76,7 +76,7 @@ def fit_neurons(
 def _with_writing_matrix(
     small: MlpWeights, weights: MlpWeights, moments: Moments, kept: Tensor, config: PruneConfig
 ) -> MlpWeights:
-    """Return the weights after a fit of the last matrix and its bias, in closed form."""
+    """Return ``small`` with its last matrix and last bias fitted in closed form."""
     # an expert that no token has reached keeps the weights of the chosen neurons unchanged
     if not moments.count:
         return small

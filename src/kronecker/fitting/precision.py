@@ -49,7 +49,7 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def blocks_in_float32(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Make half-precision blocks compute in float32 within a context, in which the model runs.
+    """Make half-precision blocks compute in float32 while the model runs within the context.
 
     The blocks' inputs are cast to float32, and their outputs are cast back.
     """

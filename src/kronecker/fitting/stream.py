@@ -18,7 +18,7 @@ _NEAR = 0.02
 def stream_kind(
     block: nn.Module, up: nn.Module, down: nn.Module, call: Call, states: Tensor
 ) -> str | None:
-    """Run the block to find out where the residual stream that its MLP adds to can be read.
+    """Run the block to find where to read the residual stream to which its MLP adds its output.
 
     Args:
         block: The block.

@@ -104,7 +104,7 @@ class LowRankEmbedding(LowRankLayer):
         return layer
 
     def _fresh_stds(self, rank: int, columns: int) -> tuple[float, float]:
-        """Return the standard deviations of A and B with which rows have `nn.Embedding`'s scale."""
+        """Return initial standard deviations of A and B that give rows `nn.Embedding`'s scale."""
         return rank**-0.5, 1.0
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class ExpertsLayout:
 
     @property
     def matrices(self) -> tuple[str, str]:
-        """The names of the matrices: the first writes the hidden neurons, the second reads them."""
+        """The names of the matrices: the first computes hidden neurons, the second the output."""
         return self.up, "down_proj"
 
     @property

@@ -106,7 +106,7 @@ class SmallerLinear(SmallerWeight):
 
     @classmethod
     def from_config(cls, linear: nn.Module, config: Any, moments: Moments | None = None) -> Self:
-        """Return a smaller layer, initialized from moments by the method that the config names."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
         raise NotImplementedError  # each structure has its own
 
     def product(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class SmallerLinear(SmallerWeight):
 
 
 def checked_init(operation: str, init: str, known: Sequence[str], inputs: Tensor | None) -> Any:
-    """Check that from_linear's ``init`` matches ``inputs``, and return its name in a config."""
+    """Check that from_linear's ``init`` fits ``inputs``; return the ``init`` to use in a config."""
     # a single layer has no sequence of blocks, so from_linear has "fitted" instead of "sequential"
     names = ["fitted" if name == "sequential" else name for name in known]
     check_choice(f"{operation}.from_linear", "init", init, names)
@@ -292,7 +292,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized from moments by the method that the config names."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
             # the bias corrects the mean, so the weight is fitted to centered moments
@@ -384,7 +384,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized from moments by the method that the config names."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
         if config.init != "svd" and moments is None:
             raise ValueError(
                 f"kronecker: expected calibration data for init={config.init!r}, which is computed "

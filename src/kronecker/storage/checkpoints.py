@@ -55,7 +55,7 @@ def compressed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def resized(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of stock layers' parameters that the model's config does not describe.
+    """Return, by name, the shapes of stock parameters whose shape differs from the model's config.
 
     There are such shapes if MLPs have lost different numbers of neurons.
     """

@@ -54,7 +54,7 @@ class Stack:
         return cls(blocks[0][0].rpartition(".")[0], len(blocks))
 
     def index(self, name: str) -> int | None:
-        """Return the index of the block that contains a module or parameter, by name.
+        """Return the index of the block that contains the module or parameter ``name``.
 
         Return None if no block contains it.
         """
@@ -225,6 +225,6 @@ def keep_blocks_(
 
 
 def least_influential(influences: Sequence[float], keep: int) -> Mapping[int, float]:
-    """Return the influence of each block to drop, by the block's index."""
+    """Return the influences, by index, of the blocks to drop: all but the top ``keep``."""
     order = sorted(range(len(influences)), key=lambda i: influences[i])
     return {i: influences[i] for i in sorted(order[: len(influences) - keep])}

@@ -29,7 +29,7 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
 
 
 def check_layer(operation: str, name: str, module: nn.Module) -> None:
-    """Raise a ValueError if a layer cannot be converted, whatever its config."""
+    """Raise a ValueError if a layer cannot be converted with any config."""
     if isinstance(module, COMPRESSED):
         raise ValueError(
             f"{operation}: {name} is already compressed; load the original model again and use that"
@@ -57,7 +57,7 @@ def check_layer(operation: str, name: str, module: nn.Module) -> None:
 
 
 def check_own(operation: str, model: nn.Module, names: Collection[str]) -> None:
-    """Raise a ValueError if one of the layers cannot be converted, or shares a weight."""
+    """Raise a ValueError if a layer cannot be converted, or shares a weight with another layer."""
     holders: dict[int, str] = {}
     # with every name of a shared weight; by default, named_parameters lists only the first
     for name, parameter in model.named_parameters(remove_duplicate=False):

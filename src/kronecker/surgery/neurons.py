@@ -159,7 +159,7 @@ def _rounded_to_budget(
     units: Mapping[str, int],
     budget: int,
 ) -> dict[str, int]:
-    """Round numbers of neurons so that ``budget`` parameters are dropped, or a few more."""
+    """Round neuron counts so that ``budget`` parameters, or slightly more, are dropped in all."""
     found = {p.name: _rounded_down(wanted[p.name], p.count, units[p.name]) for p in parts}
     spare = parameters_gone(parts, found) - budget
     # no part can keep less than one unit, so others may have to lose more
@@ -189,7 +189,7 @@ def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> i
 
 
 def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
-    """Return, for each part, the multiple to which its neurons are rounded."""
+    """Return, for each part, the number of which its neuron count must be a multiple."""
     # MLPs and experts of one size share a field of the config, so they need the same rounding
     grouped = {p.count for p in parts if p.mlp is None}
     units = {}

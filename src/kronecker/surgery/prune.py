@@ -374,7 +374,7 @@ def _refuse_nothing(config: PruneConfig, count: int, what: str) -> None:
 def _rounded(
     config: PruneConfig, count: int, keep: int, what: str, *, near: float = 1e-9
 ) -> list[str]:
-    """Return a note if the share that is kept is not the requested share."""
+    """Return a list with a note if the kept share differs from the request, else an empty list."""
     exact = config.size is not None or abs(config.share * count - keep) < near
     if exact:
         return []

@@ -229,7 +229,7 @@ class KroneckerTrainer(StepTrainer):
             self.model_accepts_loss_kwargs = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write the logs; in training, add norms of each kind of parameters and their gradients."""
+        """Write the logs; in training, add the norms of each kind's parameters and gradients."""
         if "loss" in logs and self.optimizer is not None:
             for group in bare_optimizer(self.optimizer).param_groups:
                 kind = group_kind(group)
@@ -324,7 +324,7 @@ def _check_own_losses(args: TrainingArguments | None, options: TrainerOptions) -
 
 
 def _check_distillation(distill: DistillConfig, model: nn.Module, teacher: nn.Module) -> None:
-    """Check that hidden states can be compared, if the weight of their loss is above 0."""
+    """Check that student and teacher states can be compared, if their loss weight is above 0."""
     if not distill.hidden:
         return
     _check_depth(model, teacher)

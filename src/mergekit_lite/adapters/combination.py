@@ -162,7 +162,7 @@ def _check_arguments(adapters: object, rank: object, dtype: str | None) -> None:
 
 
 def _local_folder(base: str | None) -> Path | None:
-    """Return the folder of a base model that is on this machine, or None."""
+    """Return a base model's folder, or None if the model is not on this machine."""
     if not base:  # an empty path would be the current folder
         return None
     with contextlib.suppress(ValueError):

@@ -213,7 +213,7 @@ class _Extraction:
             self.left[name] = moved / size if size else math.inf  # the base's bias may be all zero
 
     def _may_be_saved(self, name: str) -> bool:
-        """Return whether a changed tensor is saved whole."""
+        """Return whether the adapter holds a changed tensor as a whole, instead of factors."""
         is_tied = self._tied and is_vocabulary_tensor(name)  # peft would change only one of the two
         return self._save_others and name.endswith(".weight") and not is_tied
 

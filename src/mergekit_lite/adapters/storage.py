@@ -89,7 +89,7 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """Return the report of a module, with the error after its factors are rounded to a dtype.
+    """Return a module's entry in the report; its error is that of the factors rounded to a dtype.
 
     Raises:
         ValueError: A factor has NaN or infinity in that dtype.

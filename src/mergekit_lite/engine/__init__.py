@@ -148,7 +148,7 @@ class Engine:
             self._torch_engine().run(t, sink)
 
     def _moves(self, t: TensorPlan) -> bool:
-        """Return whether a tensor is copied, or passed through without a scale or a new dtype."""
+        """Return whether a tensor is copied, or passed through with no scale and no new dtype."""
         if t.method is None:
             return True
         if t.method.name != "passthrough" or t.parameters["scale"] != [None]:

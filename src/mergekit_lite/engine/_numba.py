@@ -82,7 +82,7 @@ def _store(row, out):
 
 @overload(_store)
 def _store_typed(row, out):
-    """Implement `_store`: round half to even, write, and return whether any value is not finite."""
+    """Implement `_store`: write values rounded half to even; return whether any is not finite."""
     if out.dtype == types.uint16:
 
         def bfloat16(row, out):
@@ -332,7 +332,7 @@ def _count_above(bits, high):
 
 @_kernel
 def _collect(bits, low, high, patterns, count):
-    """Append the bit patterns from ``low`` to below ``high`` to ``patterns``.
+    """Append to ``patterns`` the bit patterns that are at least ``low`` and below ``high``.
 
     The first ``count`` entries of ``patterns`` are already used.
 
@@ -479,7 +479,7 @@ def _limits_of_bins(bits, largest, shift, limits, counts, surely, perhaps):
 
 @_kernel
 def _mark_by_rank(bits, words, largest, shift, limits, surely, perhaps, start, mask):
-    """Set the bits in ``mask`` of elements whose random number is below the limit of their rank.
+    """Set an element's bit in ``mask`` if its random number is below the limit for its rank.
 
     Elements are ranked by magnitude within the row, and equal magnitudes by index. For most
     elements the two limits of their bin decide, so that the rank is not needed. The random numbers
@@ -654,7 +654,7 @@ def shift(
 
 @_kernel
 def window(raw, n, models, lows, highs, top, patterns, above, inside, work):
-    """Count the magnitudes of each task vector above a window, and collect those inside it.
+    """Count each task vector's magnitudes above a window, and collect the magnitudes inside it.
 
     A model may have several windows: window w belongs to model w modulo K. The bit patterns inside
     window w are written to row w of ``patterns`` (windows, n).
@@ -782,7 +782,10 @@ def _from_base_divided(row, base, share):
 
 @_kernel
 def erase_minority(raw, n, models, selecting, cut, budget, weights, work, out):
-    """Write B plus the weighted mean of the selected changes that have the sign of their sum."""
+    """Write B plus the weighted mean of the selected changes, without those of the minority sign.
+
+    The majority sign of an element is the sign of the sum of its changes.
+    """
     deltas = work[4 : 4 + models]
     bad = False
     for start in range(0, n, TILE):

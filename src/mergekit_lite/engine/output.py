@@ -158,7 +158,7 @@ class OutputFolder(NewFolder):
             self._descriptor = None
 
     def finish(self, name: str) -> None:
-        """Hash a complete shard and record it."""
+        """Hash a complete shard, and record the hash."""
         self.finished[name] = hash_file(self.folder / name)
         self._save_progress()
 

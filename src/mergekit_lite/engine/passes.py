@@ -157,7 +157,7 @@ class FusedTensor:
         return self._buffers.get("work", self.models + _WORK_ROWS, TILE, np.float32)
 
     def _read(self, place: int, count: int, raw: Array) -> None:
-        """Read ``count`` elements of each input into a row of a buffer; the base comes last."""
+        """Read ``count`` elements of each input into its own row of ``raw``; the base is last."""
         for row, i, readable in zip(raw, self.plan.everything, self._readable, strict=True):
             source = self._sources[i.source]
             if readable:
@@ -185,7 +185,7 @@ class FusedTensor:
         return list(self._executor.map(one, range(len(places))))
 
     def gram(self, *, shifted: bool) -> Array:
-        """Return the dot products of the inputs, in which the base comes last.
+        """Return the dot products of all pairs of inputs; the base is the last input.
 
         If ``shifted``, they are the dot products of the task vectors.
         """
@@ -275,7 +275,7 @@ class FusedTensor:
             selector.advance()
 
     def fused_by_importance(self) -> Finish:
-        """Return the `Finish` of `arcee_fusion`, which takes elements of the model or of the base.
+        """Return the `Finish` of `arcee_fusion`, which takes each element from model or base.
 
         The first pass computes the divergence of every row. Further passes find the quartiles of
         the elements' scores.

@@ -383,13 +383,13 @@ class LoraSource(AdapterSource):
 
     @property
     def without_adapters(self) -> Source:
-        """The model without this adapter, and without adapters that it has in addition."""
+        """The model without this adapter, and without the adapters of the wrapped model."""
         if isinstance(self.model, LoraSource):
             return self.model.without_adapters
         return self.model
 
     def adapts(self, name: str) -> bool:
-        """Return whether this adapter, or one that the model has in addition, changes a weight."""
+        """Return whether a weight is changed by this adapter, or by one of the wrapped model."""
         if name in self._pairs:
             return True
         return isinstance(self.model, LoraSource) and self.model.adapts(name)

@@ -116,7 +116,7 @@ def _parts(source: Source) -> dict[str, tuple[TensorInfo, ...]]:
 
 
 def _members(match: re.Match[str], gates: set[str]) -> tuple[str, ...] | None:
-    """Return the names of the matrices in an expert matrix's stack, or None if there is none."""
+    """Return the names of the matrices in the stack of this matrix, or None if it has no stack."""
     gate = f"{match['before']}.{match['number']}.gate_proj.weight"
     for members in STACKS if gate in gates else {**UNGATED, **STACKS}:
         if match["matrix"] in members:
@@ -144,7 +144,7 @@ class StackedSource(View):
         self.parts = parts
 
     def _stretches(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield name, start and stop of the ranges of parts that make up a range of a tensor."""
+        """Yield (name, start, stop) for each part in a tensor range, counted within the part."""
         first = 0
         for info in self.parts[name]:
             low = max(start, first)

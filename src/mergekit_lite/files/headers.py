@@ -213,7 +213,7 @@ def header_bytes(tensors: Sequence[tuple[TensorInfo, int]]) -> bytes:
 
 
 def stem_of(folder: Path) -> str | None:
-    """Return the first part of weight files' names, or None if there is no safetensors model."""
+    """Return the start of weight files' names, such as ``model``; None without safetensors."""
     for stem in STEMS:
         for end in (".safetensors.index.json", ".safetensors"):
             if (folder / f"{stem}{end}").exists():

@@ -155,7 +155,7 @@ def _open_folder(text: str, allow_pickle: str | None, label: str) -> Source:
 
 
 def _with_adapter(base: Source, folder: Path) -> Source:
-    """Return a model with an adapter merged in, by peft's code if it is more than a plain LoRA."""
+    """Return a model with an adapter merged in: by `LoraSource`, or by peft's code if needed."""
     if more_than_lora(folder) is None:
         try:
             return LoraSource(base, folder)

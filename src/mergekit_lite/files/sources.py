@@ -127,7 +127,7 @@ class FolderSource(Source):
         return True
 
     def prefetch(self, name: str) -> None:
-        """Ask the operating system to read a tensor in the background, if it supports that."""
+        """Ask the operating system, if it supports this, to read a tensor in the background."""
         info = self.tensors[name]
         # macOS has no posix_fadvise
         if hasattr(os, "posix_fadvise") and info.file is not None:

@@ -127,7 +127,7 @@ def _shape_of(source: Source, name: str) -> tuple[int, ...] | str:
 
 
 def check_computing(sources: Sequence[Source]) -> None:
-    """Check that models have the same settings, because the first model's code runs all data.
+    """Check that models have the same settings, because all weights run in the first model's code.
 
     Raises:
         CheckpointError: The models differ. The message describes the first difference.

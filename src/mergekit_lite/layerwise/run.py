@@ -222,7 +222,7 @@ class BlockMerge:
         self.stage.store("states", states, done)
 
     def resumed(self) -> int:
-        """Load the states of an earlier run of this merge; return how many blocks it wrote.
+        """Load the states of an earlier run of this merge; return how many blocks that run wrote.
 
         Return 0 if there are no states, or if a block's file is missing or damaged.
         """

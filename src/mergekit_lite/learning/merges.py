@@ -34,7 +34,7 @@ def merges_of(config: LearnConfig, models: Sequence[str], base: str | None) -> l
 
 
 def is_folder(name: str) -> bool:
-    """Return whether ``start`` is a model's folder, and not the name of a method."""
+    """Return whether ``name`` is a model's folder, and not the name of a method."""
     return name not in (*METHODS, *CALIBRATED, "average") and Path(name).is_dir()
 
 

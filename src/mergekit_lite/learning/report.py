@@ -62,7 +62,7 @@ class LearnReport(Report):
         return Table(("model", *self.tasks, "mean"), rows)
 
     def remarks(self) -> list[str]:
-        """Return a remark if the loss is higher after training than before."""
+        """Return a list with a remark if training raised the loss, else an empty list."""
         if self.mean(self.student) <= self.mean(self.start):
             return []
         return [

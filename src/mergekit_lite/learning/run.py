@@ -157,14 +157,14 @@ def learn_merge(
 
 
 def _remove_parts(training: Path) -> None:
-    """Remove earlier runs' losses, merges and cached teachers, whose file names end in a key."""
+    """Remove runs' losses, merges and cached teachers: all files whose names end in a run's key."""
     for part in training.iterdir():
         if re.fullmatch(r"(losses|teachers|[a-z+_]+)-[0-9a-f]{16}(\.json)?", part.name):
             remove(part)
 
 
 def _hash_of_models(components: Sequence[str], base: str | None, start: str) -> str:
-    """Return a hash of the files and configs of the components, the base and a start's folder."""
+    """Return a hash of the files and configs of the components, the base and any start folder."""
     starts = [start] if is_folder(start) else []
     bases = [] if base is None else [base]
     # with fingerprints, because a model may be trained again in the same folder
@@ -249,7 +249,7 @@ class _Run:
         return [task.test for task in self.tasks]
 
     def _measured(self, name: str, model: Callable[[], Any]) -> tuple[float, ...]:
-        """Return a model's losses, from the file of an interrupted run if they are in it."""
+        """Return a model's losses: from an interrupted run's file if it has them, else measured."""
         file = self.training / f"losses-{self.key}.json"
         known: dict[str, list[float]] = {}
         if file.is_file():
@@ -446,7 +446,7 @@ def _fix_embedding_and_head(merger: Merger) -> None:
 
 
 def _component_names(labels: Sequence[str], config: LearnConfig) -> list[str]:
-    """Return the components' names in the table: hub ids, folder names or, if equal, numbers."""
+    """Return the components' names in the table: hub ids or folder names; numbers if ambiguous."""
     names = [shown_name(label) for label in labels]
     # a component's folder may have the same name as a merge in the table, such as regmean
     taken = {config.start, *(config.compare or COMPARED), "task_arithmetic"}

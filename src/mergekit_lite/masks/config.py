@@ -70,7 +70,7 @@ class MaskConfig(CheckedConfig):
         return replace(self, constraint="none" if over_base else "sum_to_one")
 
     def problems(self) -> Iterator[str]:
-        """Yield messages about patterns, initial values, and element masks in efficient mode."""
+        """Yield messages about invalid patterns or initial masks, and conflicting settings."""
         # an empty tuple would train nothing, while None trains everything
         if self.modules == ():
             yield problem(self, "modules", "one pattern or more, or None")
@@ -134,7 +134,7 @@ class KLConfig(CheckedConfig):
         return any((self.l1, self.l2, self.similarity))
 
     def problems(self) -> Iterator[str]:
-        """Yield messages if only one of ``shares`` and ``"fixed"`` is given, or shares sum to 0."""
+        """Yield messages if ``shares`` come without ``"fixed"`` or vice versa, or sum to 0."""
         if (self.shares is None) == (self.coefficients == "fixed"):
             yield (
                 f"coefficients is {self.coefficients!r} and shares is {self.shares!r}; shares "

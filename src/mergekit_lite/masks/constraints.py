@@ -16,7 +16,7 @@ from model_components._checks import check_choice
 
 
 class _Clamp(torch.autograd.Function):
-    """A clamp to 0..1 whose gradient is 0 only where a descent step would lead further outside.
+    """A clamp to 0..1; its gradient is 0 only where a descent step would move away from 0..1.
 
     A mask outside 0..1 can therefore return. The gradient of torch's clamp is always 0 outside this
     range.
@@ -125,7 +125,7 @@ def constrain(
 
 
 def acting_masks(raw: Tensor, constraint: str, *, over_base: bool = False) -> Tensor:
-    """Return the masks that multiply weights: the components' and, with a base, the base's.
+    """Return the masks that multiply weights: one per component, and one for the base, if any.
 
     The base's mask is the last, and it is 1 minus the sum of the components' masks.
 

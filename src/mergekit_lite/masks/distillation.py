@@ -255,7 +255,7 @@ def _evidence(
     answers: Tensor | None,
     examples: Tensor,
 ) -> Tensor:  # (N, K)
-    """Return the teachers' shares, in proportion to the probabilities that they give an example."""
+    """Return each teacher's share, in proportion to its probability of an example's labels."""
     if answers is None:
         raise ValueError(
             "Merger.distill: expected labels for coefficients 'evidence', got none; this model's "

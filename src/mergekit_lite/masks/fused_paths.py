@@ -20,7 +20,7 @@ def paths() -> list[FusedPath]:
 
 
 def _problem(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run, or None if they can; the shape does not matter."""
+    """Return why the kernels cannot run, or None if they can; ``shape`` is not used."""
     return kernel_problem(device, dtype)
 
 

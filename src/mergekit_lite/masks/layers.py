@@ -202,7 +202,7 @@ class MaskedLayer(nn.Module):
                 )
 
     def _freeze(self, name: str) -> bool:
-        """Freeze one parameter in all components; return whether all share the base's tensor."""
+        """Freeze a parameter in all components; return whether all use the base's own tensor."""
         parameters = self.frozen(name)
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -225,7 +225,7 @@ class MaskedLayer(nn.Module):
             mask.copy_(self._initial_masks(name, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Apply ``fn`` to all tensors, and fold again if the layer is folded."""
+        """Apply ``fn`` to all tensors, and call `fold_` again if the layer is folded."""
         super()._apply(fn, recurse)
         if self.folded is not None:
             self.fold_()

@@ -86,7 +86,7 @@ def load_components(
 
 
 def _making(dtype: object, options: Mapping[str, object]) -> dict[str, object]:
-    """Return the loading options that ``from_config`` also takes."""
+    """Return ``dtype`` and those loading options that ``from_config`` also takes."""
     making: dict[str, object] = {}
     if dtype != "auto":
         making["dtype"] = dtype
@@ -198,7 +198,7 @@ def _are_one(one: str, other: str) -> bool:
 
 
 def _with_base(path: str) -> tuple[str, str | None]:
-    """Return the path of a model, and the path of its adapter or None."""
+    """Return the path of the full model, and the path of its adapter (None if it has none)."""
     folder = Path(path)
     if not folder.is_dir() and "+" in path:
         base, _, adapter = path.rpartition("+")
@@ -263,7 +263,7 @@ def _vocabularies(bases: Sequence[str | os.PathLike[str]], labels: Sequence[str]
 
 @torch.no_grad()
 def _fold_in(model: PreTrainedModel, name: str) -> None:
-    """Copy into a model the weights that its adapter changes, as `merge_models` reads them."""
+    """Set a model's weights that its adapter changes to the values that `merge_models` reads."""
     source = open_source(name)
     assert isinstance(source, AdapterSource)
     state = model.state_dict()

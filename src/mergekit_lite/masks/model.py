@@ -112,7 +112,7 @@ class MaskedModel(nn.Module):
         self.eval()
 
     def _refuse_different(self, models: Sequence[PreTrainedModel], *, strict: bool) -> None:
-        """Raise an error if models differ; skip copies of the base with adapter factors."""
+        """Raise an error if models differ; ignore models that are the base plus adapter factors."""
         whole = []
         labels = []
         for model, label in zip(models, self.labels, strict=True):
@@ -338,7 +338,7 @@ class MaskedModel(nn.Module):
         yield from sorted(self._stored_buffers.items())
 
     def output_head(self) -> MaskedLayer | None:
-        """Return the output head, or None if logits are not its exact product with hidden states.
+        """Return the output head, or None if logits are not exactly hidden states times the head.
 
         The config and the logits of a short input show whether they are.
         """

@@ -181,7 +181,7 @@ def bake(merger: MaskedModel, out: Path, options: Mapping[str, Any]) -> MergeRep
 
 
 def stored_as(name: str) -> StoredAs:
-    """Return a component's name, and a fingerprint that changes when its files change."""
+    """Return the given name of a component, and a fingerprint of its files (None if unreadable)."""
     try:
         return StoredAs(name, open_source(name).fingerprint())
     except CheckpointError:  # for example, a pickled checkpoint
@@ -219,7 +219,7 @@ def _stored(merger: MaskedModel, k: int) -> Source | None:
 def _is_stored(
     source: Source, name: str, place: tuple[MaskedLayer, str] | None, k: int, value: Tensor
 ) -> bool:
-    """Return whether files still hold the loaded values of a tensor, or of a layer's factors."""
+    """Return whether files still hold a tensor's values, or a layer's factors, as loaded."""
     module = None if place is None else place[0].components[k]
     if isinstance(module, LowRankLinear) and name.endswith("weight"):
         pair = source.pair(name) if isinstance(source, LoraSource) else None

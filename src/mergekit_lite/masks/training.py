@@ -54,7 +54,7 @@ class DistillTrainer(StepTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Loss:
-        """Return a batch's share of the loss, which is a mean over a step's supervised positions.
+        """Return what a batch adds to the loss, the mean over a step's supervised positions.
 
         The mean is over the positions of all micro-batches and ranks.
         """

@@ -19,7 +19,7 @@ def compiled(method: MergeMethod) -> MergeMethod:
 
 
 def compiled_by_rows(method: MergeMethod) -> MergeMethod:
-    """Mark a method whose program needs whole rows."""
+    """Mark a method that has a program in `engine.programs`, which needs whole rows."""
     BY_ROWS.append(method)
     return compiled(method)
 

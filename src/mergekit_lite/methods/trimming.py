@@ -111,9 +111,9 @@ def trimmed_count(n: int, density: float) -> int:
 
 
 def middle_counts(n: int, density: float, gamma: float) -> tuple[int, int]:
-    """Return how many of ``n`` changes to keep at first, and how many of these are outliers.
+    """Return how many of the largest of ``n`` changes to select, and how many of these to drop.
 
-    Outliers are the largest changes. They are included in the first number, but dropped later.
+    The second number counts outliers, which are the very largest of the selected changes.
     """
     kept = int(density * n)
     outer = min(n, kept + int(gamma * n))

@@ -313,7 +313,7 @@ def _tensor(slot: Slot, recipe: MergeRecipe, method: MergeMethod, models: Models
 def _parts(
     slot: Slot, first: Input, models: Models, shape: tuple[int, ...], dtype: DType
 ) -> tuple[TensorInfo, ...]:
-    """Return the tensors to write for an output tensor, named as in the first model's files.
+    """Return the tensors that the file holds for an output tensor, named as in the first model.
 
     The result is empty if the file holds the output tensor under its own name.
     """

@@ -110,7 +110,7 @@ def _known_tokens(source: Source) -> dict[str, int] | None:
 
 
 def compare_tokenizers(models: Models) -> list[str]:
-    """Return notes on models whose embedding rows belong to other tokens than in the first model.
+    """Return a note for each model whose embedding rows have other tokens than the first model's.
 
     Rows are merged by index if the recipe names no tokenizer.
     """
@@ -138,7 +138,7 @@ def compare_tokenizers(models: Models) -> list[str]:
 
 
 def rounding_notes(recipe: MergeRecipe, tensors: Sequence[TensorPlan], models: Models) -> list[str]:
-    """Return a note for each adapter of whose change rounding loses much.
+    """Return a note for each adapter if rounding loses much of its change.
 
     Only tensors that one adapted model alone gives are checked, in a dtype of 16 bits that the
     model has, too. Other tensors would be rounded even without the adapter.
@@ -171,7 +171,7 @@ def rounding_notes(recipe: MergeRecipe, tensors: Sequence[TensorPlan], models: M
 
 
 def _adapter_of(source: Source) -> LoraSource | None:
-    """Return the model with an adapter that a source views, or None."""
+    """Return the adapted model that a source is, or is a view of; None if there is none."""
     while isinstance(source, View) and not isinstance(source, LoraSource):
         source = source.model
     return source if isinstance(source, LoraSource) else None

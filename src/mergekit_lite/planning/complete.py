@@ -150,7 +150,7 @@ def misplaced_layer(source: Source, config: Json, names: Sequence[str]) -> str |
 
 
 def _kinds_of(source: Source, config: Json) -> list[set[str]]:
-    """Return the names of each layer's tensors, for the layers that the config counts."""
+    """Return the set of tensor names of each layer, without layers beyond the config's number."""
     _, layers = _names_by_layer(list(source.tensors), config)
     count = layer_count(config)
     kinds = []
@@ -161,7 +161,7 @@ def _kinds_of(source: Source, config: Json) -> list[set[str]]:
 
 
 def _stored(names: set[str]) -> set[str]:
-    """Return a layer's tensors without buffers that transformers computes."""
+    """Return a layer's tensor names, except those of buffers that transformers computes."""
     return {name for name in names if not COMPUTED.search(name)}
 
 
@@ -306,7 +306,7 @@ def _expert_count(config: Json) -> int | None:
 
 
 def _too_few_experts(source: Source, config: Json, before: str) -> str | None:
-    """Return a message if a stack has fewer experts than the config promises, or None."""
+    """Return a message if a tensor of stacked experts has fewer than the config says, or None."""
     promised = _expert_count(config)
     if promised is None:
         return None
@@ -406,7 +406,7 @@ def _missing_head(source: Source, config: Json) -> str | None:
 
 
 class _Promise(NamedTuple):
-    """The size along an axis that a config promises for tensors with a given name ending."""
+    """A size that a config promises, along one axis, for all tensors with a given name ending."""
 
     setting: str
     ending: str

@@ -151,7 +151,7 @@ def _joined(key: str, lists: Sequence[tuple[Sequence[Any], int, int]]) -> Sequen
 
 
 def _moved(lists: Sequence[tuple[Sequence[object], int, int]]) -> list[int]:
-    """Return the output indices of the listed layers that the slices take."""
+    """Join lists of layer indices: return the output's index of each listed layer in a slice."""
     indices = []
     first = 0  # the index in the output of the slice's first layer
     for source, begin, end in lists:

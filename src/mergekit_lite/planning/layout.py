@@ -1,4 +1,4 @@
-"""Lay out the output: its tensors, and the tensors of the models that each is merged from."""
+"""Lay out the output: list its tensors and, for each, the models' tensors to merge."""
 
 from __future__ import annotations
 

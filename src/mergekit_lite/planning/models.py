@@ -92,7 +92,7 @@ class PlannedSource(Source):
                 self.copied[t.name] = (plan.sources[t.inputs[0].source], t.inputs[0].name)
 
     def read(self, name: str, start: int, stop: int) -> Array:
-        """Return the values of a tensor that is copied."""
+        """Return elements of a copied tensor; merged tensors have no values yet."""
         source, there = self.copied[name]
         return source.read(there, start, stop)
 

@@ -90,7 +90,7 @@ class TensorPlan:
 
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
-        """The tensors that the file holds: the parts, or the output tensor itself."""
+        """The tensors that the file holds: the parts or, without parts, the output tensor."""
         return self.parts or (self.info,)
 
     @property

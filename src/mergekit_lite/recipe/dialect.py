@@ -429,7 +429,7 @@ class _Parser:
 
 
 def _is_alone(base: object, entries: Sequence[ModelEntry], method: object) -> bool:
-    """Return whether there is nothing to merge with the base."""
+    """Return whether the recipe has no model to merge other than the base."""
     chosen = METHODS.get(str(method))
     if entries and (chosen is None or chosen.base == "unused"):
         return False

@@ -460,7 +460,7 @@ class AlignedSource(View):
         return self._averages[name]
 
     def _mean_row(self, name: str, row: int, width: int) -> Array:
-        """Return the mean of a token's rows in all models that have the token, or zeros."""
+        """Return the mean of the rows of all models that have a token; zeros if none has it."""
         rows_of_models = []
         for model, rows in enumerate(self._vocabulary.has):
             if rows[row] >= 0 and stored_name(self._sources[model], name) is not None:
@@ -471,7 +471,7 @@ class AlignedSource(View):
         return np.zeros(width, np.float32)
 
     def read_into(self, name: str, start: int, out: Array) -> bool:
-        """Read into ``out`` as the model does; return False for tensors with one row per token."""
+        """Let the model read into ``out``; return False for tensors with one row per token."""
         return not is_vocabulary_tensor(name) and super().read_into(name, start, out)
 
     def fingerprint(self) -> object:

@@ -111,7 +111,7 @@ def _pair(merge: list[str] | str) -> list[str]:
 
 
 def _is_of(merge: list[str] | str, tokens: Mapping[str, int]) -> bool:
-    """Return whether a merge joins two of ``tokens`` into another one of them."""
+    """Return whether ``tokens`` has both tokens of a BPE merge and the token that it makes."""
     pair = _pair(merge)
     return all(token in tokens for token in (*pair, "".join(pair)))
 

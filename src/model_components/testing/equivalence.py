@@ -1,4 +1,4 @@
-"""Check the numerical equivalence of a fast function and its definition, run in float64."""
+"""Check a fast function numerically against its definition, which runs in float64."""
 
 from __future__ import annotations
 

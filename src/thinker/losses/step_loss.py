@@ -76,7 +76,7 @@ class StepLoss(nn.Module, ABC):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Tensor | Sequence[float]:
-        """Return the weight of each step, row or answer: (S,), (S, B) or (S, B, O)."""
+        """Return weights by step, (S,), by step and row, (S, B), or also by answer, (S, B, O)."""
 
     def forward(
         self,
@@ -84,7 +84,7 @@ class StepLoss(nn.Module, ABC):
         labels: Tensor,  # (B, O), or (B, T, O) with labels for each step; -100 is ignored
         distance: Tensor | None = None,  # (B, O), see `Sample`
     ) -> Tensor:
-        """Return the weighted sum of the steps' cross-entropies, per answer."""
+        """Return the weighted sum of the steps' cross-entropies, divided by `num_answers`."""
         assert output.step_logits is not None
         assert output.output_steps is not None
         steps = output.output_steps

@@ -50,7 +50,7 @@ class LastAndRandom(StepLoss):
     def weights(
         self, output: ThinkerOutput, steps: Sequence[int], distance: Tensor | None = None
     ) -> Sequence[float]:
-        """Return the weights of the earlier and the last step, or their sum for one step."""
+        """Return the weights of the earlier and the last step; their sum if there is only one."""
         if len(steps) == 2:
             return [self.random, self.last]
         # so that batches with one supervised step have the same total weight as other batches
@@ -105,7 +105,7 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """A loss that ignores answers that depend on tokens out of reach after the steps taken.
+    """A loss that ignores answers that depend on tokens too far away for the steps so far.
 
     After t steps, tokens up to t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.

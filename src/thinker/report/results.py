@@ -103,7 +103,7 @@ _FEW = 100
 
 
 def _fall(rows: int) -> float:
-    """Return the smallest drop in a share of rows that is unlikely to be chance."""
+    """Return the smallest drop in accuracy on ``rows`` rows that is unlikely to be chance."""
     # two standard errors of a share near one half, but no less than the floor
     return max(_FALL, 1 / math.sqrt(rows)) if rows else _FALL
 
@@ -121,7 +121,7 @@ class Curves(Report):
     cells: tuple[tuple[Accuracy, ...], ...]
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a mapping for each point: length, steps, shares of correct symbols and rows."""
+        """Return a dict per point: length, steps, shares of correct symbols and of correct rows."""
         return [
             {"length": length, "steps": step, "symbols": cell.token, "rows": cell.sequence}
             for length, steps, cells in zip(self.lengths, self.n_steps, self.cells, strict=True)

@@ -38,7 +38,7 @@ class Add(Task):
 
     @property
     def output_size(self) -> int:
-        """The number of digits."""
+        """The number of different digits, ``base``."""
         return self.base
 
     @property
@@ -129,7 +129,7 @@ class AddColumns(Task):
 
     @property
     def output_size(self) -> int:
-        """The number of digits."""
+        """The number of different digits, ``base``."""
         return self.base
 
     def input_length(self, length: int) -> int:

@@ -96,7 +96,7 @@ class AtTokens(Task):
 
     @property
     def output_size(self) -> int:
-        """The number of symbols in the wrapped task's answers."""
+        """The number of the wrapped task's answer ids."""
         return self.task.output_size
 
     @property
@@ -110,7 +110,7 @@ class AtTokens(Task):
         return self.task.input_length(length) + (not self.grid) + blanks
 
     def output_length(self, length: int) -> int:
-        """Return the input's length."""
+        """Return the same as `input_length`, since labels are placed at tokens."""
         return self.input_length(length)
 
     def reach(self, length: int) -> int:
@@ -128,11 +128,11 @@ class AtTokens(Task):
         return self.task.num_samples(length)
 
     def sample(self, generator: torch.Generator, batch: int, length: int | Tensor) -> Sample:
-        """Draw a batch of the wrapped task, and lay it out."""
+        """Draw a batch of the wrapped task, and convert it with `laid_out`."""
         return self.laid_out(self.task.sample(generator, batch, length))
 
     def every(self, length: int) -> Sample | None:
-        """Return all rows of a length, laid out, or None if the wrapped task draws its inputs."""
+        """Return `laid_out` of all rows of a length; None if the wrapped task draws its inputs."""
         rows = self.task.every(length)
         if rows is None:
             return None

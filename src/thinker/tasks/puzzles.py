@@ -98,7 +98,7 @@ class Depth(Task):
 
     @property
     def output_size(self) -> int:
-        """The number of depths, from 0."""
+        """The number of possible depths, from 0 to ``max_depth``."""
         return self.max_depth + 1
 
     def num_samples(self, length: int) -> int:

@@ -180,7 +180,7 @@ class RowsTask(Task):
         return self._times * length + self._more
 
     def num_samples(self, length: int) -> int:
-        """Return the number of different inputs of a length, or of the nearest shorter one."""
+        """Return the number of different inputs of a length, or of the nearest shorter length."""
         return int(self._kinds[self._nearest[min(length, self.lengths[-1])]])
 
     def every(self, length: int) -> Sample:
@@ -246,7 +246,7 @@ class RowsTask(Task):
 
 
 def _have_spaces(texts: Sequence[str]) -> bool:
-    """Return whether texts are split at white space.
+    """Return whether texts must be split into symbols at white space.
 
     Raises:
         ValueError: Some texts have white space, but fewer than 5% of the texts with several

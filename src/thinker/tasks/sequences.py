@@ -110,7 +110,7 @@ class _Rearranged(SequenceTask):
 
     @abstractmethod
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return whether neighbors exchange their symbols, (B, L - 1)."""
+        """Return, for each pair of neighbors, whether they exchange their symbols, (B, L - 1)."""
 
     def rounds(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (B, T, L)
         """Return the symbols after each round; a row of n symbols has n rounds."""
@@ -149,7 +149,7 @@ class Reverse(_Rearranged):
         return self.rounds(tokens, lengths).masked_fill(over[..., None], IGNORED)
 
     def exchanged(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return True for all neighbors."""
+        """Return True for all pairs of neighbors."""
         return torch.ones_like(left, dtype=torch.bool)
 
 

@@ -50,7 +50,7 @@ class Sample(NamedTuple):
         return self.map(lambda column: column[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Sample:
-        """Apply a function to every column that is not None."""
+        """Return the sample with a function applied to every column that is not None."""
         columns: list[Any] = [None if column is None else change(column) for column in self]
         return Sample(*columns)
 
@@ -148,7 +148,7 @@ class Task(ABC):
 
     @property
     def separators(self) -> tuple[int, ...]:
-        """The ids that end an operand, for aligned positions."""
+        """The ids that end an operand; ``positions="aligned"`` uses them."""
         return ()
 
     def input_length(self, length: int) -> int:
@@ -245,7 +245,7 @@ def check_sample(task: Task, name: str, generator: torch.Generator, length: int)
 
 
 def _check_ids(what: str, ids: Tensor, limit: str, high: int) -> None:
-    """Check that ids are int64, at least 0 and below ``high``, the task's ``limit``.
+    """Check that ids are int64 from 0 to ``high`` - 1; ``limit`` names the bound in the error.
 
     An empty int64 tensor is accepted.
     """

@@ -138,12 +138,12 @@ class TensorTask(Task):
 
     @cached_property
     def vocab_size(self) -> int:
-        """``symbols``, or one more than the largest id that occurs."""
+        """``symbols`` if given, otherwise one more than the largest input id."""
         return self.symbols or int(self.tokens.max()) + 1
 
     @cached_property
     def output_size(self) -> int:
-        """``symbols``, or one more than the largest answer that occurs."""
+        """``symbols`` if given, otherwise one more than the largest answer id."""
         return self.symbols or int(self.targets.max()) + 1
 
     def input_length(self, length: int) -> int:

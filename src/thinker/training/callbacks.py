@@ -126,7 +126,7 @@ class CurriculumCallback(ThinkerCallback):
         self.before = self.trainer.tally.mark()
 
     def state_dict(self) -> StateDict:
-        """Return the step of the last report and the counts at it."""
+        """Return the step of the last report and the counts at that step."""
         return {"before": self.before, "reported": self.reported}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -256,7 +256,7 @@ class RewindOnPeak(ThinkerCallback):
             self._rewind()
 
     def go_back(self) -> bool:
-        """Go back to the best point and lower the learning rate, or return False at the limit."""
+        """Go back to the best point and lower the learning rate; return False if at the limit."""
         if self.count == self.limit:
             return False
         self.count += 1

@@ -66,7 +66,7 @@ def check_fit(model: LatentThinker, data: CurriculumDataset, plan: FlowPlan) -> 
 
 
 def check_reach(model: LatentThinker, data: CurriculumDataset, loss: StepLoss) -> None:
-    """Check that a loss such as `Reach` would count at least one answer with these steps."""
+    """Check that, for a loss such as `Reach`, the data's steps reach at least one answer."""
     if loss.counts_from_start:
         distance = data.batch(data.step, details=True).get("distance")
     else:

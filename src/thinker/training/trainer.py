@@ -184,7 +184,7 @@ class ThinkerTrainer(StepTrainer):
         return self._start_of_data + self.seen
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader of whole batches; each process draws its own stream."""
+        """Return a loader whose items are whole batches; each process draws its own stream."""
         workers = self.args.dataloader_num_workers
         if workers:
             options: dict[str, Any] = {"prefetch_factor": self.args.dataloader_prefetch_factor}

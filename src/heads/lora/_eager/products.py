@@ -42,7 +42,7 @@ class Dropout(NamedTuple):
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """Return the hash `reference._mix`, computed in int32, in which products wrap around."""
+    """Return the hash of `reference._mix`, but compute it in int32, where products wrap around."""
     word = (word ^ ((word >> 16) & 0xFFFF)) * _FIRST
     word = (word ^ ((word >> 15) & 0x1FFFF)) * _SECOND
     return word ^ ((word >> 16) & 0xFFFF)
@@ -62,7 +62,7 @@ def dropout(seed: Tensor, rows: int, columns: int, dropout_p: float) -> Dropout:
 
 
 def _blocks(x: Tensor, drop: Dropout | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield blocks of rows: their slice, x after dropout, and the mask.
+    """Yield, for each block of rows, its slice, its x after dropout, and its mask.
 
     All rows are one block if there is no dropout, during compilation, and on devices other than
     CPUs.

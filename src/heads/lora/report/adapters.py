@@ -361,7 +361,7 @@ def _unused_targets(model: object, layers: Sequence[str]) -> list[str]:
 
 
 def _untrained_tables(model: object, base_vocab_size: int) -> list[str]:
-    """Return warnings about an untrained embedding or head whose vocabulary has grown."""
+    """Return warnings if the vocabulary has grown but the embedding or head is not trained."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "get_input_embeddings"):
         return []

@@ -376,7 +376,7 @@ def _level_size(count: int) -> int:
 
 
 def _level_error(noise: float, *sizes: int) -> float:
-    """Return the standard error of the difference between two levels with ``sizes`` entries."""
+    """Return the standard error of the difference of two levels (medians of ``sizes`` losses)."""
     return noise * sum(_MEDIAN / size for size in sizes) ** 0.5
 
 
@@ -513,7 +513,7 @@ def _spikes(entries: Sequence[_LogEntry]) -> list[Spike]:
 
 
 def _steep(entries: Sequence[_LogEntry], above: Sequence[float], noise: float) -> list[int]:
-    """Return the indices of entries far above the usual loss, alone or with a nearby entry.
+    """Return the indices of losses far above the usual, or high together with a nearby loss.
 
     Args:
         entries: The training losses.

@@ -89,7 +89,7 @@ class MergeReport(Report):
         return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
-        """Return the numbers of layers that the table leaves out."""
+        """Return how many layers the table leaves out, as they lost less or did not change."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = []
@@ -397,7 +397,7 @@ def _card(model: PeftModel, call: str) -> str:
 
 
 def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """Return a model of the base model's class with the given state.
+    """Return a model of the base model's class with the tensors in ``state``.
 
     The head stays tied to the embedding if both are one tensor.
     """

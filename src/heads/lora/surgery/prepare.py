@@ -145,7 +145,7 @@ def _check_loftq(operation: str, loftq: object) -> None:
 
 
 def _values(config: LoraConfig, field: str, pattern: str) -> list[tuple[str, object]]:
-    """Return a setting and the values that replace it in certain modules, each with a name."""
+    """Return (name, value) of a setting, and of each value that replaces it in some modules."""
     named = [(field, getattr(config, field))]
     for module, value in (getattr(config, pattern) or {}).items():
         named.append((f"{pattern}[{module!r}]", value))

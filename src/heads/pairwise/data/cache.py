@@ -124,7 +124,7 @@ def _key(tokens: Tokens) -> bytes:
 
 
 def _chunks(order: Sequence[bytes], sequences: dict[bytes, Tokens]) -> Iterator[list[list[bytes]]]:
-    """Yield the batches of each file; each batch has about `_TOKENS` tokens."""
+    """Yield, for each cache file, a list of batches, each of about `_TOKENS` tokens."""
     batches: list[list[bytes]] = []
     room = 0
     for key in order:

@@ -216,7 +216,7 @@ class PairwiseDataset(Dataset):
         self._features_of = fingerprint(model)
 
     def check_made_for(self, operation: str, model: Judge) -> None:
-        """Check that tokens, and labels and features if there are any, suit this model.
+        """Check that the tokens, and any labels and features, were made for this model.
 
         Raises:
             ValueError: The tokens are from another tokenizer, the labels have other classes, or the

@@ -66,7 +66,7 @@ def _name(value: object) -> str | None:
 
 
 def _texts(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return prompt and answers from three columns: strings or, if all are lists, turns."""
+    """Return prompt and answers from three columns, as turns if all are lists of one length."""
     asked = "prompt" if "prompt" in row else "instruction"
     if asked not in row:
         raise ValueError(
@@ -101,7 +101,7 @@ def _conversations(row: Mapping[str, object], one: str, other: str) -> tuple[Wor
 
 
 def _preferred(row: Mapping[str, object], one: str, other: str) -> tuple[Words, Words, Words]:
-    """Return the prompt (from its column, or the beginning of both answers) and both answers."""
+    """Return the prompt (its column, or the answers' shared beginning), and both answers."""
     chosen = plain(row[one])
     rejected = plain(row[other])
     before = plain(row.get("prompt"))
@@ -278,7 +278,7 @@ def _verdict(row: Mapping[str, object]) -> int | tuple[float, ...] | None:
 
 
 def _preference(value: object) -> int | tuple[float, ...] | None:
-    """Return a preference as a label: 1 is A, 2 is B, 0 and 1.5 are ties, others are soft."""
+    """Return a preference as a label: 1 is A, 2 is B, 0 or 1.5 a tie; others become soft labels."""
     if isinstance(value, str):
         try:
             value = float(value)

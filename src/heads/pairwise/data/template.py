@@ -23,7 +23,7 @@ _MARKS = tuple(f"zqx{k}xqz" for k in "abcde")
 
 
 class Tokens(NamedTuple):
-    """The tokens of one sequence, a prompt and an answer.
+    """The tokens of one sequence, which contains a prompt and an answer.
 
     Attributes:
         ids: The token ids.
@@ -92,7 +92,7 @@ class Template:
         self.prompt_room = min(config.max_prompt_tokens or self.limit // 4, room - 1)
 
     def _read_pair(self, config: PairwiseConfig) -> None:
-        """Read the special tokens that the tokenizer puts around two texts, or around one."""
+        """Read which special tokens the tokenizer adds to prompt and answer, or an answer alone."""
         # two short texts show the special tokens that the tokenizer adds to any two texts
         text = self._some_text()
         encoding = self.tokenizer(*((text, text) if self.with_prompt else (text,)))
@@ -123,7 +123,7 @@ class Template:
         self._kinds = tuple(kinds[min(place, len(kinds) - 1)] for place in places)
 
     def _some_text(self) -> str:
-        """Return a short text that has a token."""
+        """Return a short text that the tokenizer converts to one or more tokens."""
         special = self.tokenizer.all_special_tokens
         for text in ("a", *self.tokenizer.get_vocab()):
             # tokenizers raises an Exception for a text without tokens if there is no unknown token

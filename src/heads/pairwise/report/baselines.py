@@ -202,7 +202,7 @@ def rivals_of(
 
 
 def near_in_length(pairs: Sequence[Pair]) -> Tensor:
-    """Return, for each pair, whether the longer answer is at most a fifth longer."""
+    """Return, for each pair, whether the longer answer is at most a fifth longer than the other."""
     near = []
     for pair in pairs:
         one = len(said_by("assistant", pair.a))

@@ -109,7 +109,7 @@ class PairwiseReport(Report):
         return Table(("verdicts of", *names), rows)
 
     def remarks(self) -> list[str]:
-        """Return lines on poor probabilities, training data, truncated texts and packing."""
+        """Return lines on high log-loss, overlap with training data, cut texts and packing."""
         metrics = self.metrics
         worse = (
             f"log-loss {metrics.log_loss:.4f} is above {metrics.log_loss_prior:.4f}, the log-loss "
@@ -127,7 +127,7 @@ class PairwiseReport(Report):
         ]
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot a reliability diagram: accuracy by confidence (extra ``plot``).
+        """Plot a reliability diagram: accuracy by confidence (needs the extra ``plot``).
 
         Larger markers mean more pairs in a bin.
 
@@ -155,7 +155,7 @@ class PairwiseReport(Report):
         return figure
 
     def plot_lengths(self, ax: Axes | None = None) -> Figure:
-        """Plot how often the longer answer wins, by how much longer it is (extra ``plot``).
+        """Plot how often the longer answer wins, by length difference (needs the extra ``plot``).
 
         A tie is half a win. Pairs of equally long answers are left out.
 

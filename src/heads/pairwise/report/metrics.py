@@ -93,7 +93,7 @@ def alike(shares: Tensor) -> Tensor:
 
 
 def at_verdict(table: Tensor, found: Tensor) -> Tensor:
-    """Return, for each row of a table (N, C), the entry of its most likely class in ``found``.
+    """Return, for each row of a table (N, C), the entry at the verdict of this row of ``found``.
 
     With two classes, the entry at a tie is the mean of both entries.
 
@@ -178,7 +178,7 @@ def pairwise_metrics(
 
 
 def calibration_bins(confidence: Tensor, right: Tensor) -> list[tuple[float, float, float]]:
-    """Return, for each bin with pairs, the fraction of pairs, mean confidence and accuracy."""
+    """Return, for each non-empty bin, its fraction of all pairs, mean confidence and accuracy."""
     place = (confidence * _BINS).long().clamp(max=_BINS - 1)
     bins = [place == k for k in range(_BINS)]
     return [
@@ -206,7 +206,7 @@ def _correlation(one: Tensor, other: Tensor | None) -> float:
 
 
 def _best_inverse(logits: Tensor, shares: Tensor, pull: float = 0.0) -> float:
-    """Return the factor of the logits, from -1 to 50, that minimizes the log-loss.
+    """Return the factor, from -1 to 50, that scales the logits to the lowest log-loss.
 
     It is the inverse of the best temperature (Guo et al. 2017), but negative if the judge is worse
     than chance. The log-loss is the mean over pairs, plus ``pull / 2`` times the squared difference

@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 def labeled_pairs(pairs: Any, columns: Mapping[str, str] | None) -> tuple[list[Pair], str]:
-    """Return labeled pairs, and a text on the rows that were read."""
+    """Return labeled pairs, and a text that describes the rows that were read."""
     if isinstance(pairs, Sequence) and pairs and isinstance(pairs[0], Pair):
         # soft labels of two fractions mean data without ties
         has_two = any(isinstance(p.label, Sequence) and len(p.label) == 2 for p in pairs)
@@ -78,7 +78,7 @@ def without_few_ties(pairs: list[Pair], config: JudgeConfig) -> tuple[list[Pair]
 
 
 def prompts_of(pairs: list[Pair]) -> set[str]:
-    """Return the prompts of pairs that have one."""
+    """Return the set of all prompts that are not empty."""
     return {str(pair.prompt) for pair in pairs if pair.prompt}
 
 

@@ -78,7 +78,7 @@ class JudgeReport(Report):
         return [self.read, *self.calibration.summary()]
 
     def table(self) -> Table:
-        """Return a comparison of the judge with the strongest baseline, for each set of pairs."""
+        """Return a table that compares the judge and the best baseline on each held-out set."""
         rows = []
         for name, report in self._sets().items():
             metrics = report.metrics
@@ -98,7 +98,7 @@ class JudgeReport(Report):
         return Table((*header, "strongest baseline", "the judge's gain"), rows)
 
     def remarks(self) -> list[str]:
-        """Return lines on whether the judge beats the strongest baseline, and on the files."""
+        """Return lines on the gain over the best baseline, the held-out pairs and the files."""
         lines = []
         for name, report in self._sets().items():
             pairs = report.metrics.pairs
@@ -140,7 +140,7 @@ class JudgeReport(Report):
         return sets
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Plot accuracy by confidence on held-out prompts (extra ``plot``).
+        """Plot accuracy by confidence on held-out prompts (needs the extra ``plot``).
 
         Raises:
             ImportError: matplotlib is not installed.

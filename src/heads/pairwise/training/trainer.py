@@ -146,7 +146,7 @@ class PairwiseTrainer(StepTrainer):
         judge.head.fit_(*sides_of(judge, data, some))
 
     def _get_train_sampler(self, train_dataset: TrainData = None) -> Sampler | None:
-        """Return a sampler of batches of similar length if the encoder is padded."""
+        """Return a sampler that groups pairs of similar length if the encoder pads sequences."""
         if train_dataset is None:
             data: TrainData = self.train_dataset
         else:
@@ -247,7 +247,7 @@ def _check_features(name: str, data: PairwiseDataset, judge: Judge) -> None:
 
 
 def check_training_data(data: PairwiseDataset, judge: Judge) -> None:
-    """Check that the data suit the model's link, and not every label is a tie."""
+    """Check that the data suit the model's link, and that not all labels are ties."""
     _check_features("train_dataset", data, judge)
     if not data.encoded:
         warn_if_slow("PairwiseTrainer", judge.encoder)

@@ -34,7 +34,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
-    """Yield consecutive slices of length ``size``; the last may be shorter."""
+    """Yield slices of length ``size`` that cover 0 to ``total``; the last may be shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -91,7 +91,7 @@ def blend_eager(weights: Sequence[Tensor], masks: Tensor) -> Tensor:
 
 
 def reduce_eager(grad: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return reduce(grad * W_k) for every k, the gradient of masks of ``shape`` (K, ...).
+    """Return the gradient of masks of ``shape`` (K, ...): grad * W_k, summed to each mask's shape.
 
     Large gradients are processed in pieces that fit a cache.
     """

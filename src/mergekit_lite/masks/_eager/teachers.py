@@ -87,7 +87,7 @@ class Teachers:
         return mixture
 
     def _by_confidence(self, rows: slice) -> Tensor:
-        """Return the mixture with shares softmax(-entropy / ``confidence_temperature``)."""
+        """Return `mixture` for shares softmax(-entropy / ``confidence_temperature``)."""
         logs = [self.log_probs(k, rows) for k in range(len(self.states))]
         entropies = torch.stack([_entropy(one) for one in logs])  # (K, n)
         if self.confidence_temperature:

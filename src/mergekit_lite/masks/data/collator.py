@@ -111,7 +111,7 @@ class MaskCollator:
         return tasks
 
     def _group_into_rows(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Group examples into rows: one example each, or all of one task if rows are packed."""
+        """Group examples into rows: one example per row or, if packed, one task per row."""
         if not self.pack:
             return [[example] for example in examples]
         by_task: dict[int, list[Example]] = {}
@@ -163,7 +163,7 @@ def _concatenate_and_pad(rows: Sequence[Sequence[Example]], key: str, empty: int
 
 
 def _component(task: SupportsIndex) -> int:
-    """Return a task, an integer of any type, as the index of a component."""
+    """Convert an example's task, an integer of any type, to an int: the component's index."""
     try:
         # operator.index accepts integers of numpy and torch, rejects 1.0, and turns True into 1
         index = -1 if isinstance(task, bool) else operator.index(task)

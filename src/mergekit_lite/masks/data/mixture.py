@@ -100,7 +100,7 @@ def _places(task: int, parts: Sequence[Any]) -> list[_Place]:
 
 
 def _of_components(operation: str, datasets: Sequence[object]) -> list[list[Any]]:
-    """Return a list of data sets for each component."""
+    """Return, for each component, the list of its data sets."""
     if isinstance(datasets, Mapping):
         raise ValueError(
             f"{operation}: datasets is a mapping, expected a list in the order of the components"

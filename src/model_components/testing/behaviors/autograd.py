@@ -75,7 +75,7 @@ class _Line:
 
 
 def _slope(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the finite difference of a function at step 0."""
+    """Return the derivative of a function at step 0, as a finite difference."""
     ends = []
     for sign in (1, -1):
         step = torch.tensor(sign * _STEP, dtype=torch.float64)
@@ -236,7 +236,7 @@ def output_changed_in_place(subject: Subject) -> None:
 
 
 def changed_before_backward(subject: Subject) -> None:
-    """Check that a parameter or buffer changed before backward raises an error or has no effect."""
+    """Check that changing a parameter or buffer before backward raises an error or is ignored."""
     expected = subject.step(subject.module())
     first = subject.module()
     names = [name for name, _ in first.named_parameters()]

@@ -82,7 +82,7 @@ def meta_device(subject: Subject) -> None:
 
 
 def state_replaced_after_use(subject: Subject) -> None:
-    """Check that a module that was used before gives the output of newly loaded weights."""
+    """Check that weights loaded after a module's first use change its output accordingly."""
     module = subject.module()
     other = subject.module()
     _disturb_(other)

@@ -293,7 +293,7 @@ def chosen_steps(output_steps: OutputSteps, rows: Sequence[FlowRow]) -> set[int]
         if output_steps not in ("last", "all"):
             raise ValueError(
                 f"LatentThinker: output_steps is {output_steps!r}; expected 'last', 'all', or a "
-                f"list of some of {can}"
+                f"list of steps from {can}"
             )
         return set(can if output_steps == "all" else can[-1:])
     wrong = sorted(set(output_steps) - set(can))

@@ -79,7 +79,7 @@ class FlowPlan:
                 f"FlowPlan: expected output = 1 in the last row, got no output in {len(every)} rows"
             )
         if not every[-1].output:
-            raise ValueError("FlowPlan: the last step does not output; expected output = 1 there")
+            raise ValueError("FlowPlan: the last step has no output; expected output = 1 there")
 
     @classmethod
     def every_step(

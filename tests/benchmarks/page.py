@@ -45,8 +45,8 @@ TABLES = {
         "Wall-clock seconds. All variants were timed alternately in one process. `ratio` is "
         "the time divided by the time of a trainable `nn.Linear` of the same size, which is the "
         "lower bound (three products). `plain` is `F.linear(x, m[0] * W[0] + m[1] * W[1])`. "
-        "The column `saved` of the file is the memory that autograd keeps until the backward pass "
-        "in addition to parameters and inputs. Peaks were measured in separate processes.",
+        "The column `saved` of the CSV file is the memory that autograd keeps until the backward "
+        "pass in addition to parameters and inputs. Peaks were measured in separate processes.",
     ),
     "masked_kl": Table(
         "masked_kl",
@@ -75,7 +75,7 @@ TABLES = {
         "CPU seconds of one thread; variants run alternately in one process. `ratio` is "
         "relative to a dense `nn.Linear`. For a single token, twelve layers with separate "
         "weights are timed, as in decoding. "
-        "The column `saved` of the file is the memory that autograd keeps in addition to the "
+        "The column `saved` of the CSV file is the memory that autograd keeps in addition to the "
         "parameters, including x. From tensorly-torch, the factorized block tensor train was "
         "timed, which is the same sum of Kronecker products.",
     ),
@@ -113,7 +113,7 @@ TABLES = {
         "variant takes eight steps and reads out one answer, with the same widths and the same "
         "read-out; `ratio` is relative to a model whose shared block is torch's decoder layer. "
         "From perceiver-pytorch, the weight-tied Perceiver was timed, which outputs a mean. "
-        "The column `saved` of the file is the memory that autograd keeps in addition to the "
+        "The column `saved` of the CSV file is the memory that autograd keeps in addition to the "
         "parameters. In `gradients`, each variant takes 32 steps on 128 x 100 tokens.",
     ),
 }

@@ -72,7 +72,7 @@ class Mlp:
 
 @dataclass
 class _Run:
-    """The first run of a linear layer."""
+    """A record of a linear layer's first call."""
 
     name: str
     module: nn.Module

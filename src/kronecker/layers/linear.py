@@ -106,7 +106,7 @@ class SmallerLinear(SmallerWeight):
 
     @classmethod
     def from_config(cls, linear: nn.Module, config: Any, moments: Moments | None = None) -> Self:
-        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and moments."""
         raise NotImplementedError  # each structure has its own
 
     def product(self, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ LINEAR: dict[type[Config], type[SmallerLinear]] = {}
 
 
 def layer_for(config: type[Config]) -> Callable[[type[Layer]], type[Layer]]:
-    """Register a linear layer for a config."""
+    """Return a decorator that registers a linear layer for a config class."""
 
     def put(layer: type[Layer]) -> type[Layer]:
         LINEAR[config] = layer
@@ -292,7 +292,7 @@ class KroneckerLinear(SmallerLinear, KroneckerLayer):
     def from_config(
         cls, linear: nn.Module, config: KroneckerConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and moments."""
         layer = cls.like(linear, config)
         if moments is not None and layer.bias is not None:
             # the bias corrects the mean, so the weight is fitted to centered moments
@@ -384,7 +384,7 @@ class LowRankLinear(SmallerLinear, LowRankLayer):
     def from_config(
         cls, linear: nn.Module, config: LowRankConfig, moments: Moments | None = None
     ) -> Self:
-        """Return a smaller layer, initialized by ``config.init`` from a weight and any moments."""
+        """Return a smaller layer, initialized by ``config.init`` from a weight and moments."""
         if config.init != "svd" and moments is None:
             raise ValueError(
                 f"kronecker: expected calibration data for init={config.init!r}, which is computed "

@@ -189,7 +189,7 @@ def parameters_gone(parts: Sequence[PrunablePart], keep: Mapping[str, int]) -> i
 
 
 def _units(parts: Sequence[PrunablePart], config: PruneConfig) -> dict[str, int]:
-    """Return, for each part, the number of which its neuron count must be a multiple."""
+    """Return, for each part, the number that must divide its neuron count."""
     # MLPs and experts of one size share a field of the config, so they need the same rounding
     grouped = {p.count for p in parts if p.mlp is None}
     units = {}

@@ -89,10 +89,10 @@ def truncated(
 
 
 def module_of(name: str, change: Array, up: Array, down: Array, dtype: DType) -> AdapterModule:
-    """Return a module's entry in the report; its error is that of the factors rounded to a dtype.
+    """Return a module's entry in the report, with the error of the factors rounded to ``dtype``.
 
     Raises:
-        ValueError: A factor has NaN or infinity in that dtype.
+        ValueError: A factor has NaN or infinity in ``dtype``.
     """
     with np.errstate(over="ignore"):  # the error below names the module
         # in float64, in which the square of a small float32 does not become 0

@@ -65,8 +65,8 @@ def distill(
     count = places[0].numel()
     if count == 0:  # by default, Python shows a repeated warning only once
         warnings.warn(
-            "Merger.distill: expected a batch with supervised positions, got one without (for "
-            "example, with all labels -100); its loss is 0",
+            "Merger.distill: the batch has no supervised positions (for example, all labels are "
+            "-100); its loss is 0",
             stacklevel=2,
         )
     if kl.cross_entropy and targets is None:

@@ -81,7 +81,7 @@ def merge_by_inputs(
 
 
 class ClosedForm(NamedTuple):
-    """A calibrated merge method: its formula, and which inputs of layers it uses.
+    """A calibrated merge method: its formula, and the blocks that the data run through.
 
     Attributes:
         merge: The function that computes the merged weight from the models' weights and statistics.

@@ -105,7 +105,7 @@ class LearnedWeights(AllSteps):
 
 
 class Reach(StepLoss):
-    """A loss that ignores answers that depend on tokens too far away for the steps so far.
+    """A loss that ignores answers that depend on tokens which the steps so far cannot reach.
 
     After t steps, tokens up to t (window - 1) away are within reach. The last two output steps
     are supervised. In each row, the answers within reach share the weight of all its answers.

@@ -189,7 +189,7 @@ def _peers(box: int) -> Tensor:  # (L, L) float
 
 
 def _possible(puzzles: Tensor, box: int) -> Tensor:
-    """Return the possible digits of each cell: all digits in an empty cell, otherwise its own."""
+    """Return the possible digits of each cell: all for an empty cell, otherwise the given digit."""
     digits = torch.arange(1, box**2 + 1)
     return (puzzles[..., None] == digits) | (puzzles == 0)[..., None]
 
@@ -274,7 +274,7 @@ def _full_grids(generator: torch.Generator, count: int, box: int) -> Tensor:  # 
 
 
 def _dug(generator: torch.Generator, solutions: Tensor, box: int, clues: int) -> Tensor:  # (N, L)
-    """Remove digits in random order, but keep all that the rule of `sudoku_puzzles` needs."""
+    """Remove digits in random order, but keep those that the rule needs to solve the puzzle."""
     puzzles = solutions.clone()
     for cells in torch.rand(solutions.shape, generator=generator).argsort(1).unbind(1):
         rows = ((puzzles > 0).sum(1) > clues).nonzero()[:, 0]

@@ -89,7 +89,7 @@ class MergeReport(Report):
         return Table(("layer", "|dW| / |W|", "dW lost", "noise"), rows)
 
     def remarks(self) -> list[str]:
-        """Return how many layers the table leaves out, as they lost less or did not change."""
+        """Return how many layers the table leaves out, and why."""
         idle = sum(not layer.update for layer in self.layers)
         more = len(self.layers) - idle - _SHOWN
         lines = []
@@ -413,7 +413,7 @@ def _stock(base: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
             raise ValueError(
                 "merge_lora: expected an adapter that keeps head and embedding tied, got one that "
                 f"unties them; the forward of {type(base).__name__} reads tie_word_embeddings, so "
-                "the merged model would return other outputs"
+                "the merged model would return different outputs"
             )
         config.tie_word_embeddings = tied
     with no_init_weights(), torch.device("meta"):

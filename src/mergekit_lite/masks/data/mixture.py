@@ -93,7 +93,8 @@ def _places(task: int, parts: Sequence[Any]) -> list[_Place]:
     for number, part in enumerate(parts):
         if not hasattr(part, "__len__"):
             raise ValueError(
-                "TaskMixture: expected data sets with a length, got one without, such as a stream"
+                "TaskMixture: expected data sets with a length, got one without a length, such "
+                "as a stream"
             )
         places += [(task, number, place) for place in range(len(part))]
     return places

@@ -51,7 +51,7 @@ class Config(CheckedConfig):
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes as keyword arguments of the layer."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     def opposite(self) -> Self:
         """Return the config for a weight of transposed shape, such as an MLP's other matrix."""
@@ -59,11 +59,11 @@ class Config(CheckedConfig):
 
     def check(self, out_features: int, in_features: int, *, operation: str) -> None:
         """Raise a ValueError if the sizes do not fit a weight of shape (O, I)."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
     def count(self, out_features: int, in_features: int) -> int:
         """Count the parameters of the smaller weight."""
-        raise NotImplementedError
+        raise NotImplementedError  # each structure has its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from kronecker import (
     revert_,
     save_pretrained,
 )
-from kronecker.config import from_dict, to_dict
+from kronecker.config import Config, from_dict, to_dict
 from kronecker.data.batches import batches
 from kronecker.discovery.finding import COMPRESSED, blocks_of, resolve
 from kronecker.discovery.mlps import find_mlps
@@ -1276,3 +1276,16 @@ def test_a_weight_that_pruning_gives_exactly_leaves_the_other_terms_to_be_learne
         linear.weight[1::2] = 0
     layer = KroneckerLinear.from_linear(linear, init="prune", b_shape=(2, 1), rank=2)
     torch.testing.assert_close(layer.dense_weight(), linear.weight)
+
+
+def test_a_subclass_of_a_config_is_converted_as_its_base():
+    @dataclass(frozen=True, kw_only=True)
+    class Named(KroneckerConfig):
+        label: str = "mine"
+
+    plain, named = tiny("gpt2"), tiny("gpt2")
+    convert_(plain, VAN_LOAN, progress=False)
+    convert_(named, Named(**asdict(VAN_LOAN)), progress=False)
+    assert torch.equal(output(named), output(plain))
+    with pytest.raises(ValueError, match="config is a Config, expected a KroneckerConfig or"):
+        convert_(tiny("gpt2"), Config(), progress=False)

@@ -464,7 +464,8 @@ def _stored_dtypes(folder: Path) -> set[str]:
     dtypes = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118, not a mapping
+                dtypes.add(file.get_slice(name).get_dtype())
     return dtypes
 
 

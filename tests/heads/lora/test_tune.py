@@ -225,6 +225,12 @@ def test_a_model_that_would_lose_the_adapter_to_rounding_is_written_in_float32(b
         not torch.equal(a, b)
         for a, b in zip(written.parameters(), model.float().parameters(), strict=True)
     )
+    # stopped before the report was written
+    (base.parent / "run" / "report.json").unlink()
+    again = tuned(base, "run", learning_rate=1e-9)
+    assert [note for note in again.notes if note.startswith("model is in float32")]
+    shutil.move(base.parent / "run", base.parent / "moved")
+    assert "verdict" in str(again)
 
 
 @pytest.mark.parametrize(

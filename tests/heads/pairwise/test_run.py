@@ -72,6 +72,7 @@ def test_it_writes_a_judge_and_says_what_it_is_worth(encoder, tmp_path):
     assert text.startswith(f"160 pairs\n{report.calibration.summary()[0]}")
     assert "the judge's gain" in text
     assert f"away: pairs with answers of {report.unseen[0]}" in text
+    assert f"only {report.home.metrics.pairs} pairs, so its accuracy is ± " in text
     assert (out / "calibration.png").stat().st_size > 5_000
     found = json.loads((out / "report.json").read_text())
     assert found["home"]["flip_rate"] == 0
